@@ -1,0 +1,28 @@
+"""Build pyreduce._core from csrc with cffi: the only file that knows cffi.
+
+core.h is both the C header and the cdef; the lines that start with ``#`` are for the compiler alone.
+"""
+
+import os
+from pathlib import Path
+
+from cffi import FFI
+
+HERE = Path(__file__).resolve().parent
+SOURCES = ["kernels.c", "fold.c"]
+
+# The rounding of every kernel is part of its contract: no fused multiply-add, no reordering, and no -march.
+FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+cdef = "\n".join(line for line in (HERE / "core.h").read_text().splitlines() if not line.startswith("#"))
+
+ffibuilder = FFI()
+ffibuilder.cdef(cdef)
+ffibuilder.set_source(
+    "pyreduce._core",
+    '#include "core.h"',
+    sources=[os.path.relpath(HERE / name, HERE.parent) for name in SOURCES],  # setuptools wants them relative to setup.py
+    include_dirs=[os.path.relpath(HERE, HERE.parent)],
+    depends=[os.path.relpath(path, HERE.parent) for path in sorted(HERE.glob("*.h"))],
+    extra_compile_args=FLAGS,
+)

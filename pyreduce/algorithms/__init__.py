@@ -1,0 +1,136 @@
+"""The algorithms by name. One file an algorithm; each is a pure function ``(collective, nranks, rank) -> rounds``.
+
+``native``, the MPI's own collective, has no rounds of ours; it sits here behind the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from pyreduce.algorithms.naive import naive
+from pyreduce.algorithms.ring import ring
+from pyreduce.programs import Program, RoundsFunction, build
+from pyreduce.verify import verify, verify_all
+
+__all__ = ["NATIVE", "Algorithm", "get", "names", "register_algorithm"]
+
+NATIVE = "native"
+VERIFIED_UP_TO = 16
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm that is a program.
+
+    Attributes
+    ----------
+    name : str
+    rounds : callable
+        ``(collective, nranks, rank) -> rounds``.
+    rank_order : bool
+        Whether every block is folded in rank order 0, 1, ..., P-1.
+    trusted : bool
+        Whether the project's tests have verified it for many P; if not, a P above 16 is verified when first used.
+    """
+
+    name: str
+    rounds: RoundsFunction
+    rank_order: bool
+    trusted: bool = False
+    _verified: set[tuple[str, int]] = field(default_factory=set, compare=False, repr=False)
+
+    def program(self, collective: str, nranks: int, rank: int) -> Program:
+        """The program of one rank; `Unsupported` if the algorithm does not serve this collective or P."""
+        if not self.trusted and nranks > VERIFIED_UP_TO and (collective, nranks) not in self._verified:
+            verify(self.name, self.rounds, collective, nranks)
+            self._verified.add((collective, nranks))
+        return _build(self, collective, nranks, rank)
+
+    def programs(self, collective: str, nranks: int) -> list[Program]:
+        """The programs of all ranks, for `pyreduce.simulate`."""
+        return [self.program(collective, nranks, rank) for rank in range(nranks)]
+
+
+@lru_cache(maxsize=1024)
+def _build(algorithm: Algorithm, collective: str, nranks: int, rank: int) -> Program:
+    return build(algorithm.name, algorithm.rounds, collective, nranks, rank)
+
+
+_ALGORITHMS: dict[str, Algorithm] = {
+    "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
+    "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
+}
+
+
+def names() -> list[str]:
+    """Names that ``algorithm=`` takes."""
+    return [*_ALGORITHMS, NATIVE]
+
+
+def get(name: str) -> Algorithm:
+    """The algorithm of that name.
+
+    Raises
+    ------
+    ValueError
+        No such name; the message lists those there are.
+    """
+    try:
+        return _ALGORITHMS[name]
+    except (KeyError, TypeError):
+        if name == NATIVE:
+            raise ValueError("native is the MPI's own collective: it has no program to look at") from None
+        raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(names())}") from None
+
+
+def register_algorithm(
+    name: str, function: RoundsFunction | None = None, *, replace: bool = False
+) -> Algorithm | Callable[[RoundsFunction], RoundsFunction]:
+    """Add an algorithm of one's own, after verifying it for P = 1..16 and all three collectives.
+
+    Every rank must register it before the first call that names it.
+
+    Parameters
+    ----------
+    name : str
+        What ``algorithm=`` will call it.
+    function : callable, optional
+        ``(collective, nranks, rank) -> rounds``: an iterable of rounds, each a sequence of `Send`, `Recv`, `Fold` and
+        `Copy`. It raises `Unsupported` for a collective or number of ranks it does not serve. Without `function` this
+        is a decorator.
+    replace : bool
+        Allow a name that is taken (not that of a built-in).
+
+    Returns
+    -------
+    Algorithm
+        Or, used as a decorator, the function itself.
+
+    Raises
+    ------
+    AlgorithmError
+        The program is wrong, or serves nothing; the message names P, the block, the rank and the contribution that is
+        missing, doubled or never received, or who waits for whom.
+    ValueError
+        The name is taken.
+    """
+    if function is None:
+
+        def decorate(decorated: RoundsFunction) -> RoundsFunction:
+            register_algorithm(name, decorated, replace=replace)
+            return decorated
+
+        return decorate
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"an algorithm's name is a non-empty string, got {name!r}")
+    if not callable(function):
+        raise TypeError(f"{name}: an algorithm is a function (collective, nranks, rank) -> rounds, got {function!r}")
+    taken = _ALGORITHMS.get(name)
+    if name == NATIVE or (taken is not None and (taken.trusted or not replace)):
+        raise ValueError(f"the name {name!r} is taken; there are {', '.join(names())}")
+    reports = verify_all(name, function, range(1, VERIFIED_UP_TO + 1))
+    algorithm = Algorithm(name, function, all(report.rank_order for report in reports.values()))
+    _ALGORITHMS[name] = algorithm
+    return algorithm

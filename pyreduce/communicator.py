@@ -1,0 +1,599 @@
+"""The front door: `Communicator`, and the one path that every collective call takes.
+
+A call goes through here in this order: arguments are checked on this rank alone, before any communication
+(`_Arguments`); its plan is looked up or made (`_plan_for`); it gets its number and is run under the waiting loop
+(`_run`); strided results are unpacked.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from pyreduce import algorithms, arrays, ops
+from pyreduce.algorithms.native import NativePlan
+from pyreduce.arrays import Array
+from pyreduce.blocks import check_counts, offsets, partition
+from pyreduce.calls import Call
+from pyreduce.execute import Plan, Tags
+from pyreduce.ops import SUM, Op, resolve_op
+from pyreduce.peers import Peers, log
+from pyreduce.selection import check_algorithm, choose
+from pyreduce.settings import check_seconds, read_settings
+
+__all__ = ["IN_PLACE", "Communicator", "Stats"]
+
+PLANS_KEPT = 256
+SCRATCH_KEPT = 64 << 20
+RECORD_BYTES = 512  # what check="full" exchanges: digest and call site
+
+
+class _InPlace:
+    """The type of `IN_PLACE`."""
+
+    def __repr__(self) -> str:
+        return "pyreduce.IN_PLACE"
+
+
+IN_PLACE = _InPlace()
+"""Given as the input: take it from the output's buffer. ``mpi4py.MPI.IN_PLACE`` is accepted too."""
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the calls of one collective by one algorithm have cost this rank so far.
+
+    Attributes
+    ----------
+    calls : int
+        Calls completed.
+    rounds : int
+        Rounds of messages in them (a round counts once a call, however many segments run it).
+    bytes_sent, bytes_received : int
+        Bytes of point-to-point messages; what ``native`` moves inside the MPI cannot be seen and is not counted.
+    wait_seconds : float
+        Time in which nothing could be done but wait for peers.
+    """
+
+    calls: int = 0
+    rounds: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    wait_seconds: float = 0.0
+
+
+class _Arguments(NamedTuple):
+    """A call's arguments, checked on this rank alone."""
+
+    vector: Array  # what this rank puts in
+    result: Array | None  # what is written, in the user's buffer; None to allocate
+    shape: tuple[int, ...]  # of the result
+    rows: tuple[int, ...]  # rows of each block
+    row_shape: tuple[int, ...]
+    in_place: bool
+
+
+class Communicator:
+    """Collectives over the ranks of an mpi4py communicator.
+
+    Made collectively: every rank of `comm` makes it at the same point of its program. It works on its own duplicate
+    of `comm`, so its messages never meet the user's. Use it as a context manager or call `close`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm, optional
+        Default ``COMM_WORLD``.
+    algorithm : str, optional
+        What calls use that name none themselves; default: chosen by size (see `pyreduce.selection`).
+    timeout : float, optional
+        Seconds after which a waiting call raises `CollectiveTimeout`; default ``PYREDUCE_TIMEOUT`` or for ever (then
+        a wait longer than `warn_seconds` logs one warning that names who is missing). 0 means at once.
+    check : {"light", "full", "off"}, optional
+        How calls that do not match are found: by the digest in every message's tag; by comparing all ranks' calls and
+        call sites before data moves; or not at all. Default ``PYREDUCE_CHECK`` or ``"light"``.
+    deterministic : bool
+        Let reductions use only algorithms that fold in rank order.
+    segment_bytes, in_flight, message_bytes, warn_seconds : optional
+        See `pyreduce.settings`.
+
+    Attributes
+    ----------
+    rank, size : int
+    stats : dict
+        `Stats` by ``(collective, algorithm)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `comm` is no intracommunicator, or a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+        check: str | None = None,
+        deterministic: bool = False,
+        segment_bytes: int | None = None,
+        in_flight: int | None = None,
+        message_bytes: int | None = None,
+        warn_seconds: float | None = None,
+    ) -> None:
+        comm = check_comm(comm)
+        self._settings = read_settings(
+            segment_bytes=segment_bytes,
+            in_flight=in_flight,
+            message_bytes=message_bytes,
+            check=check,
+            timeout=timeout,
+            warn_seconds=warn_seconds,
+        )
+        if algorithm is not None and algorithm not in algorithms.names():
+            algorithms.get(algorithm)
+        self._algorithm = algorithm
+        self._deterministic = bool(deterministic)
+        warn_if_foreign_launcher(comm)
+        self._comm: MPI.Intracomm | None = comm.Dup()
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.stats: dict[tuple[str, str], Stats] = {}
+        self._peers = Peers(self._comm, self._settings.warn_seconds)
+        self._tags = Tags(self._comm.Get_attr(MPI.TAG_UB))
+        self._number = 0
+        self._plans: dict[Any, tuple[Plan | NativePlan, int | None]] = {}
+        self._scratch = np.empty(0, np.uint8)
+        self._sites: set[tuple[str, ...]] = set()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._comm is None else "broken" if self._peers.broken else f"{self._number} calls"
+        return f"<pyreduce.Communicator rank {self.rank} of {self.size}, {state}>"
+
+    def close(self) -> None:
+        """Free the duplicate communicator; collective, and harmless when repeated.
+
+        A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find it.
+        """
+        if self._comm is not None and self._peers.broken is None and not MPI.Is_finalized():
+            self._comm.Free()
+        self._comm = None
+        self._plans.clear()
+        self._scratch = np.empty(0, np.uint8)
+
+    def reduce_scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        op: Op | str = SUM,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Array:
+        """Reduce over all ranks; each rank keeps its block of the rows.
+
+        Parameters
+        ----------
+        sendbuf : array_like, shape (rows, ...)
+            This rank's vector, or `IN_PLACE`.
+        recvbuf : array_like, shape (counts[rank], ...), optional
+            Where the block goes; allocated if None. In place it holds the whole vector, and the block ends up at its
+            front, the rest unchanged.
+        op : Op or str
+        counts : sequence of int, optional
+            Rows of every rank's block. Default: as `numpy.array_split` cuts. With explicit counts the buffers may be
+            longer than the counts cover.
+        algorithm : str, optional
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        ndarray
+            The block: `recvbuf`, or the rows of it that were written.
+
+        Raises
+        ------
+        TypeError, ValueError
+            This rank's arguments are wrong; nothing has been sent.
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        return self._call("reduce_scatter", sendbuf, recvbuf, op, counts, algorithm, timeout)
+
+    def allgather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Array:
+        """Give every rank the blocks of all ranks, in rank order.
+
+        Parameters
+        ----------
+        sendbuf : array_like, shape (counts[rank], ...)
+            This rank's block, or `IN_PLACE`: the block lies at its place in `recvbuf`.
+        recvbuf : array_like, shape (sum(counts), ...), optional
+            Allocated if None.
+        counts : sequence of int, optional
+            Rows of every rank's block. Default: with `recvbuf`, its rows cut as `numpy.array_split` cuts; without, the
+            ranks first agree on their lengths.
+        algorithm : str, optional
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError, ValueError
+            This rank's arguments are wrong; nothing has been sent.
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        return self._call("allgather", sendbuf, recvbuf, None, counts, algorithm, timeout)
+
+    def allreduce(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        op: Op | str = SUM,
+        algorithm: str | None = None,
+        timeout: float | None = None,
+    ) -> Array:
+        """Reduce over all ranks; every rank gets all of the result, the same bits.
+
+        Parameters
+        ----------
+        sendbuf : array_like
+            This rank's vector, any shape, or `IN_PLACE`.
+        recvbuf : array_like, optional
+            Of the same shape; allocated if None.
+        op : Op or str
+        algorithm : str, optional
+        timeout : float, optional
+            Seconds.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError, ValueError
+            This rank's arguments are wrong; nothing has been sent.
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        return self._call("allreduce", sendbuf, recvbuf, op, None, algorithm, timeout)
+
+    def _call(
+        self,
+        collective: str,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: Op | str | None,
+        counts: Sequence[int] | None,
+        algorithm: str | None,
+        timeout: float | None,
+    ) -> Array:
+        if self._comm is None:
+            raise ValueError(f"{collective}: this communicator is closed")
+        self._peers.check_usable()
+        try:
+            timeout = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
+            resolved = None if op is None else resolve_op(op)
+            if collective == "allgather" and recvbuf is None and counts is None:
+                counts = self._agree_on_counts(sendbuf, algorithm, timeout)
+            arguments = self._check_arguments(collective, sendbuf, recvbuf, counts)
+            plan, digest = self._plan_for(collective, arguments, resolved, algorithm)
+        except (TypeError, ValueError) as error:
+            raise self._worded(collective, error) from None
+        return self._execute(plan, digest, arguments, timeout)
+
+    def _worded(self, collective: str, error: Exception) -> Exception:
+        """The same error, saying in which call on which rank."""
+        text = str(error)
+        if not text.startswith(f"{collective}: "):
+            text = f"{collective}: {text}"
+        return type(error)(f"{text} (rank {self.rank} of {self.size})")
+
+    def _check_arguments(
+        self, collective: str, sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None
+    ) -> _Arguments:
+        """Everything that can be wrong on this rank alone, and where input and output lie."""
+        in_place = sendbuf is IN_PLACE or sendbuf is MPI.IN_PLACE
+        output = None if recvbuf is None else arrays.as_output(recvbuf, "recvbuf")
+        if in_place:
+            if output is None:
+                raise ValueError("IN_PLACE needs recvbuf, which holds the input")
+            vector = output
+        else:
+            vector = arrays.as_array(sendbuf, "sendbuf")
+            if output is not None:
+                if vector.dtype != output.dtype:
+                    raise TypeError(f"sendbuf is {vector.dtype}, recvbuf is {output.dtype}; they must be the same")
+                in_place = collective != "allgather" and arrays.same_array(vector, output)
+                if not in_place and arrays.overlaps(vector, output):
+                    raise ValueError("sendbuf and recvbuf overlap; pass the same array twice, or IN_PLACE, or a copy")
+        ops.dtype_code(vector.dtype)
+        if collective == "allreduce":
+            return _allreduce_arguments(vector, output, in_place, self.size)
+        if vector.ndim == 0:
+            raise ValueError("sendbuf is 0-dimensional and has no rows; pass x.reshape(1)")
+        if output is not None and output.shape[1:] != vector.shape[1:]:
+            raise ValueError(f"rows of sendbuf are {vector.shape[1:]}, rows of recvbuf are {output.shape[1:]}")
+        rows = None if counts is None else check_counts(counts, self.size)
+        if collective == "reduce_scatter":
+            return _reduce_scatter_arguments(vector, output, in_place, rows, self.size, self.rank)
+        return _allgather_arguments(vector, output, in_place, rows, self.size, self.rank)
+
+    def _agree_on_counts(self, sendbuf: Any, algorithm: str | None, timeout: float | None) -> tuple[int, ...]:
+        """An allgather without lengths: first gather everybody's rows."""
+        if sendbuf is IN_PLACE or sendbuf is MPI.IN_PLACE:
+            raise ValueError("IN_PLACE needs recvbuf, which holds the input")
+        vector = arrays.as_array(sendbuf, "sendbuf")
+        ops.dtype_code(vector.dtype)
+        if vector.ndim == 0:
+            raise ValueError("sendbuf is 0-dimensional and has no rows; pass x.reshape(1)")
+        if algorithm is not None:
+            check_algorithm(algorithm, "allgather", 0, self.size, self.rank, None, vector.dtype, 1)
+        ones = _Arguments(np.array([len(vector)]), None, (self.size,), (1,) * self.size, (), False)
+        facts = (("rows", "to be agreed on"), ("row shape", str(vector.shape[1:])))
+        plan, digest = self._plan_for("allgather", ones, None, algorithm, facts, vector.dtype)
+        return tuple(self._execute(plan, digest, ones, timeout).tolist())
+
+    def _plan_for(
+        self,
+        collective: str,
+        arguments: _Arguments,
+        op: Op | None,
+        algorithm: str | None,
+        facts: tuple[tuple[str, str], ...] | None = None,
+        told_dtype: np.dtype[Any] | None = None,
+    ) -> tuple[Plan | NativePlan, int | None]:
+        """The plan of a call and the digest that its tags carry, from the cache if it has been made before.
+
+        `facts` and `told_dtype` are what is compared instead of the rows and dtype that move, when lengths are agreed on.
+        """
+        dtype = arguments.vector.dtype
+        key = (collective, op, algorithm, dtype, arguments.rows, arguments.row_shape, facts, told_dtype)
+        found = self._plans.get(key)
+        if found is not None:
+            return found
+        row = int(np.prod(arguments.row_shape, dtype=np.int64))
+        counts = tuple(count * row for count in arguments.rows)
+        nbytes = sum(counts) * dtype.itemsize
+        if op is not None:
+            ops.kernel(op, dtype)
+        name = algorithm if algorithm is not None else self._algorithm
+        if name is None:
+            name, _ = choose(collective, nbytes, self.size, op, dtype, self._deterministic)
+        check_algorithm(name, collective, nbytes, self.size, self.rank, op, dtype, self._settings.message_bytes)
+        if self._deterministic and op is not None and not (name != algorithms.NATIVE and algorithms.get(name).rank_order):
+            raise ValueError(f"algorithm {name!r} does not fold in rank order, as deterministic=True demands; use 'naive'")
+        if facts is None:
+            facts = (
+                ("rows", str(sum(arguments.rows))),
+                ("counts", str(arguments.rows)),
+                ("row shape", str(arguments.row_shape)),
+            )
+            if collective == "allreduce":
+                facts = (("shape", str(arguments.shape)),)
+        call = Call(collective, name, op, dtype, counts, facts, self.rank, self._settings)
+        plan: Plan | NativePlan
+        if name == algorithms.NATIVE:
+            plan = NativePlan(call)
+        else:
+            plan = Plan(algorithms.get(name).program(collective, self.size, self.rank), call)
+        if told_dtype is not None:
+            plan.call = replace(call, dtype=told_dtype)
+        if len(self._plans) >= PLANS_KEPT:
+            self._plans.clear()
+        digest = None if self._settings.check == "off" else plan.call.digest()
+        self._plans[key] = plan, digest
+        return plan, digest
+
+    def _execute(self, plan: Plan | NativePlan, digest: int | None, arguments: _Arguments, timeout: float | None) -> Array:
+        """Stage what cannot be used where it lies, run, and put the result where it belongs."""
+        vector, result, in_place = arguments.vector, arguments.result, arguments.in_place
+        work = plan.work_dtype
+        packed = vector.dtype != work or not vector.flags.c_contiguous
+        source = vector.astype(work, order="C") if packed else vector
+        target = result
+        if result is not None and (result.dtype != work or not result.flags.c_contiguous):
+            target = None
+        if in_place and not packed and not plan.in_place_safe:
+            if plan.call.collective == "reduce_scatter":
+                target = None
+            else:
+                source = source.copy()
+        if target is None:
+            target = np.empty(arguments.shape, work)
+        self._run(plan, digest, (source, target), timeout)
+        if result is None:
+            return target if target.dtype == vector.dtype else target.astype(vector.dtype)
+        if target is not result:
+            result[...] = target
+        return result
+
+    def _run(self, plan: Plan | NativePlan, digest: int | None, pair: tuple[Array, Array], timeout: float | None) -> None:
+        """Number the call, run it under the waiting loop, count it."""
+        assert self._comm is not None
+        call, peers = plan.call, self._peers
+        self._number += 1
+        number = self._number
+        if not number % 64:
+            peers.hear(number, call, 0)
+        if self._settings.check == "full" and self.size > 1:
+            self._compare_calls(call, number, timeout)
+        scratch = self._scratch_of(plan.scratch_bytes)
+        bases = (arrays.address(pair[0]), arrays.address(pair[1]), arrays.address(scratch))
+        tag = self._tags.tag(digest, number)
+        waited = peers.waited
+        started = plan.start(self._comm, bases, tag)
+        peers.wait(started, call, number, tag, timeout, (pair, scratch))
+        key = (call.collective, call.algorithm)
+        stats = self.stats.get(key)
+        if stats is None:
+            stats = self.stats[key] = Stats()
+        stats.calls += 1
+        stats.rounds += started.talking
+        stats.bytes_sent += started.sent
+        stats.bytes_received += started.received
+        stats.wait_seconds += peers.waited - waited
+
+    def _scratch_of(self, nbytes: int) -> Array:
+        if nbytes <= self._scratch.nbytes:
+            return self._scratch
+        scratch = np.empty(nbytes, np.uint8)
+        if nbytes <= SCRATCH_KEPT:
+            self._scratch = scratch
+        return scratch
+
+    def _compare_calls(self, call: Call, number: int, timeout: float | None) -> None:
+        """``check="full"``: gather every rank's digest and call site before data moves."""
+        assert self._comm is not None
+        site = _call_site()
+        record = np.zeros(RECORD_BYTES, np.uint8)
+        text = f"{call.digest()} {site}".encode()[:RECORD_BYTES]
+        record[: len(text)] = np.frombuffer(text, np.uint8)
+        told = replace(call, collective="allgather", op=None, dtype=record.dtype, counts=(RECORD_BYTES,) * self.size)
+        plan = Plan(algorithms.get("naive").program("allgather", self.size, self.rank), told)
+        gathered = np.zeros((self.size, RECORD_BYTES), np.uint8)
+        tag = self._tags.neutral(number)
+        started = plan.start(self._comm, (arrays.address(record), arrays.address(gathered), 0), tag)
+        self._peers.wait(started, call, number, tag, timeout, (record, gathered))
+        records = [bytes(row).rstrip(b"\0").decode(errors="replace").partition(" ") for row in gathered]
+        if len({digest for digest, _, _ in records}) > 1:
+            try:
+                self._peers.fail("mismatch", call, number, started, "")
+            except Exception as error:
+                sites = "".join(f"\n  rank {rank} called it at {where}" for rank, (_, _, where) in enumerate(records))
+                error.args = (f"{error}{sites}",)
+                raise
+        sites_seen = tuple(sorted({where for _, _, where in records}))
+        if len(sites_seen) > 1 and sites_seen not in self._sites:
+            self._sites.add(sites_seen)
+            log.warning("%s (call %d): ranks call it from different places: %s", call.collective, number,
+                        "; ".join(sites_seen))  # fmt: skip
+
+
+def _allreduce_arguments(vector: Array, output: Array | None, in_place: bool, nranks: int) -> _Arguments:
+    if output is not None and output.shape != vector.shape:
+        raise ValueError(_too_few(output, vector.shape) or f"recvbuf is {output.shape}, sendbuf is {vector.shape}")
+    return _Arguments(vector, output, vector.shape, partition(vector.size, nranks), (), in_place)
+
+
+def _too_few(output: Array, shape: tuple[int, ...]) -> str | None:
+    if output.ndim == len(shape) > 0 and output.shape[1:] == shape[1:]:
+        return f"recvbuf has {len(output)} rows, needs {shape[0]}"
+    return None
+
+
+def _check_rows(name: str, array: Array, needed: int, exact: bool) -> None:
+    if len(array) < needed or (exact and len(array) != needed):
+        raise ValueError(f"{name} has {len(array)} rows, needs {needed}")
+
+
+def _reduce_scatter_arguments(
+    vector: Array, output: Array | None, in_place: bool, counts: tuple[int, ...] | None, nranks: int, rank: int
+) -> _Arguments:
+    rows = partition(len(vector), nranks) if counts is None else counts
+    needed = sum(rows)
+    _check_rows("recvbuf" if in_place else "sendbuf", vector, needed, exact=False)
+    if len(vector) != needed:
+        vector = vector[:needed]
+    if output is not None:
+        if not in_place:
+            _check_rows("recvbuf", output, rows[rank], exact=counts is None)
+        if len(output) != rows[rank]:
+            output = output[: rows[rank]]
+    return _Arguments(vector, output, (rows[rank], *vector.shape[1:]), rows, vector.shape[1:], in_place)
+
+
+def _allgather_arguments(
+    vector: Array, output: Array | None, in_place: bool, counts: tuple[int, ...] | None, nranks: int, rank: int
+) -> _Arguments:
+    rows = partition(len(output), nranks) if counts is None and output is not None else counts
+    assert rows is not None
+    needed = sum(rows)
+    if output is not None:
+        _check_rows("recvbuf", output, needed, exact=counts is None)
+        output = output[:needed] if len(output) != needed else output
+    if in_place:
+        assert output is not None
+        first = offsets(rows)[rank]
+        vector = output[first : first + rows[rank]]
+    else:
+        if len(vector) < rows[rank] or (counts is None and len(vector) != rows[rank]):
+            hint = "" if counts is not None else f" (its share of recvbuf's {needed} rows); pass counts for other shares"
+            raise ValueError(f"sendbuf has {len(vector)} rows, needs {rows[rank]}{hint}")
+        vector = vector[: rows[rank]]
+    return _Arguments(vector, output, (needed, *vector.shape[1:]), rows, vector.shape[1:], in_place)
+
+
+def check_comm(comm: Any) -> MPI.Intracomm:
+    """`comm` as an intracommunicator; default ``COMM_WORLD``."""
+    if comm is None:
+        return MPI.COMM_WORLD
+    if isinstance(comm, Communicator):
+        raise TypeError("comm is a pyreduce.Communicator; call its methods, or pass an mpi4py communicator")
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"comm is a {type(comm).__name__}, not an mpi4py communicator")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm is MPI.COMM_NULL; this rank is not part of the communicator")
+    if comm.is_inter or not isinstance(comm, MPI.Intracomm):
+        raise TypeError("comm is an intercommunicator; merge it first (comm.Merge())")
+    return comm
+
+
+_LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or Intel MPI (Hydra)": "PMI_SIZE"}
+_warned = False
+
+
+def warn_if_foreign_launcher(comm: MPI.Intracomm) -> None:
+    """Launched by another MPI's mpiexec, P processes are P jobs of size 1: say so, once."""
+    global _warned
+    if _warned or MPI.COMM_WORLD.size > 1:
+        return
+    library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
+    for launcher, variable in _LAUNCHERS.items():
+        size = os.environ.get(variable, "")
+        if size.isdigit() and int(size) > 1:
+            _warned = True
+            warnings.warn(
+                f"launched as {size} processes by the mpiexec of {launcher}, but mpi4py loaded {library}, for which each "
+                f"of them is a job of its own, of size 1; use the mpiexec of {library} (mpi_launch.sh finds it)",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+
+
+def _call_site() -> str:
+    """File and line of the first frame outside this package."""
+    package = os.path.dirname(__file__)
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(package):
+            return f"{frame.filename}:{frame.lineno}"
+    return "unknown"

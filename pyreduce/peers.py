@@ -1,0 +1,299 @@
+"""What a rank knows of its peers: the one waiting loop over MPI, deadlines, and how trouble reaches everybody.
+
+The waiting loop
+    `Peers.wait` advances an execution; when nothing moves it tries a few times more, then yields the core between
+    tries, and every few yields *attends* to its peers: deadline, notices, messages that fit no receive.
+
+Trouble
+    Whoever finds a mismatch, passes its deadline or is torn out of a call sends every other rank a *notice* (tag 0)
+    with its own call, and collects theirs. A rank that hears a notice for the call it is in, or an earlier one, does
+    the same. So after at most one exchange (and `GRACE` seconds) every rank that is in a call has the same evidence:
+    different calls are a `MismatchError`, equal ones a `CollectiveTimeout` that names the ranks which sent nothing.
+    The communicator is broken from then on.
+
+Why a mismatch is always found
+    Calls are numbered. A message of call n that carries another digest is never matched by a receive (its tag
+    differs), so its bytes are never used, and its receiver, who waits for call n's message from that very peer, sees
+    it among the unmatched ones: messages of one sender arrive in order, so the first unmatched one from that peer
+    either belongs to call n, and then the digest must be ours, or to a later call. Where two ranks only wait for each
+    other, the query that every rank sends after `QUERY_AFTER` idle seconds brings the two calls together.
+
+No request is ever cancelled. What was under way when a communicator broke is kept for the life of the process, so that
+a late message finds the memory it was meant for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NoReturn, Protocol
+
+from mpi4py import MPI
+
+from pyreduce.calls import Call, Fingerprint, compare
+from pyreduce.errors import BrokenCommunicatorError, CollectiveTimeout, MismatchError, name_ranks
+from pyreduce.execute import NOTICE_TAG, Tags
+
+__all__ = ["Peers", "Started"]
+
+log = logging.getLogger("pyreduce")
+
+SPINS = 16  # fruitless tries before the core is yielded
+ATTEND_EVERY = 16  # yields between looks at the clock and at notices
+QUERY_AFTER = 1.0  # idle seconds after which peers are asked which call they are in
+GRACE = 0.4  # seconds to collect notices in
+
+QUIET = ("query", "here")
+
+_kept: list[Any] = []  # executions and buffers of broken communicators: MPI may still write to them
+
+
+class Started(Protocol):
+    """What the waiting loop needs of anything under way."""
+
+    moves: int
+
+    def advance(self) -> bool:
+        """Do what can be done; True when done."""
+
+    def awaited(self) -> tuple[list[int], int]:
+        """Peers still to be heard from, and the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A word from one rank to another about the call it is in.
+
+    `kind` is ``query`` and ``here`` (nothing wrong), or one of those by which the sender is out: ``mismatch``,
+    ``timeout``, ``left`` (an exception tore it out) and ``joined`` (it heard one of the others).
+    """
+
+    kind: str
+    number: int
+    fingerprint: Fingerprint
+    round: int
+    detail: str
+
+
+class Peers:
+    """The state of a communicator that waiting and failing need.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        The library's own duplicate.
+    warn_seconds : float
+        A wait without a timeout logs who is missing after so long.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, warn_seconds: float) -> None:
+        self.comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self.warn_seconds = warn_seconds
+        self.broken: BaseException | None = None
+        self.waited = 0.0
+        self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
+        self._sending: list[MPI.Request] = []
+        self._status = MPI.Status()
+
+    def check_usable(self) -> None:
+        """Raise if the communicator is broken, with the first cause."""
+        if self.broken is not None:
+            first = str(self.broken) or type(self.broken).__name__
+            raise BrokenCommunicatorError(
+                f"this communicator is broken since an earlier call: {first}\n"
+                "make a new one (pyreduce.Communicator, or comm.Dup()) once the cause is mended"
+            ) from self.broken
+
+    def wait(self, started: Started, call: Call, number: int, tag: int, timeout: float | None, keep: Any) -> None:
+        """Advance `started` until it is done.
+
+        Parameters
+        ----------
+        started : Started
+        call : Call
+        number : int
+            The call's number on this communicator.
+        tag : int
+            Its tag, lane 0.
+        timeout : float or None
+            Seconds from now.
+        keep : object
+            What must outlive the messages if the call fails.
+
+        Raises
+        ------
+        MismatchError, CollectiveTimeout
+        """
+        try:
+            if not started.advance():
+                _Wait(self, started, call, number, tag, timeout).run()
+        except BaseException as error:
+            _kept.append((started, keep))
+            if self.broken is None:
+                self.leave(error, call, number, started)
+            raise
+
+    def leave(self, error: BaseException, call: Call, number: int, started: Started) -> None:
+        """Torn out of a call by `error` (an interrupt, an MPI error): the peers are told, the communicator is broken."""
+        self.broken = error
+        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._tell(Notice("left", number, call.fingerprint(), started.awaited()[1], detail))
+
+    def fail(self, kind: str, call: Call, number: int, started: Started, detail: str) -> NoReturn:
+        """Tell everybody, hear everybody, and raise what the evidence says."""
+        peers, round_number = started.awaited()
+        own = Notice(kind, number, call.fingerprint(), round_number, detail)
+        self._tell(own)
+        heard = self._collect(number)
+        heard[self.rank] = own
+        error = self._judge(call, number, peers, round_number, heard)
+        self.broken = error
+        raise error
+
+    def _tell(self, notice: Notice, peer: int | None = None) -> None:
+        """Send a notice to one peer or to all others. The requests are small and never waited for."""
+        self._sending = [request for request in self._sending if not request.Test()]
+        for target in range(self.size) if peer is None else (peer,):
+            if target != self.rank:
+                self._sending.append(self.comm.isend(notice, target, NOTICE_TAG))
+
+    def hear(self, number: int, call: Call, round_number: int) -> None:
+        """Take in notices that have arrived; answer queries."""
+        status = self._status
+        while self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE_TAG, status):
+            source = status.source
+            notice: Notice = self.comm.recv(None, source, NOTICE_TAG)
+            if notice.kind == "query" and notice.number >= number:
+                self._tell(Notice("here", number, call.fingerprint(), round_number, ""), source)
+            before = self._pending.get(source)
+            if before is None or before.kind in QUIET or notice.kind not in QUIET:
+                self._pending[source] = notice
+
+    def trouble(self, number: int, fingerprint: Fingerprint) -> Notice | None:
+        """A pending notice that means call `number` cannot end well."""
+        for notice in self._pending.values():
+            if notice.kind not in QUIET:
+                if notice.number <= number:
+                    return notice
+            elif notice.number == number and notice.fingerprint != fingerprint:
+                return notice
+        return None
+
+    def present(self, number: int) -> set[int]:
+        """Peers known to have come as far as call `number`."""
+        return {peer for peer, notice in self._pending.items() if notice.number >= number}
+
+    def _collect(self, number: int) -> dict[int, Notice]:
+        """Every peer's notice about call `number`, waiting `GRACE` seconds at most for those that stay silent."""
+        end = perf_counter() + GRACE
+        status = self._status
+        said: dict[int, Notice] = {p: n for p, n in self._pending.items() if n.kind not in QUIET}
+        while len(said) < self.size - 1 and perf_counter() < end:
+            if self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE_TAG, status):
+                source = status.source
+                notice: Notice = self.comm.recv(None, source, NOTICE_TAG)
+                self._pending[source] = notice
+                if notice.kind not in QUIET:
+                    said[source] = notice
+            else:
+                os.sched_yield()
+        return {**{p: n for p, n in self._pending.items() if n.number >= number}, **said}
+
+    def _judge(
+        self, call: Call, number: int, peers: list[int], round_number: int, heard: dict[int, Notice]
+    ) -> Exception:
+        silent = [rank for rank in range(self.size) if rank not in heard]
+        same = {rank: notice.fingerprint for rank, notice in heard.items() if notice.number == number}
+        where = f"{call.collective} (call {number}, rank {self.rank} of {self.size})"
+        disagreement = compare(same, silent)
+        if disagreement is not None:
+            text, groups = disagreement
+            return MismatchError(f"{where}: the ranks made different calls\n{text}", groups)
+        left = {rank: notice for rank, notice in heard.items() if notice.kind == "left"}
+        if left:
+            told = "; ".join(f"rank {r} left call {n.number} by {n.detail}" for r, n in sorted(left.items()))
+            return BrokenCommunicatorError(f"{where}: {told}")
+        gave_up = sorted(rank for rank, notice in heard.items() if notice.kind == "timeout")
+        details = ", ".join(sorted({heard[rank].detail for rank in gave_up}))
+        if silent:
+            waited = f"; rank {self.rank} was in round {round_number}"
+            waited += f", waiting for {name_ranks(peers)}" if peers else ""
+            message = f"{where}: {name_ranks(silent)} had not arrived when {name_ranks(gave_up)} {details}{waited}"
+        else:
+            message = f"{where}: {name_ranks(gave_up)} {details}; all ranks have arrived by now, too late"
+        return CollectiveTimeout(message, silent)
+
+
+class _Wait:
+    """One wait: how long it has been idle, what has been asked."""
+
+    def __init__(
+        self, peers: Peers, started: Started, call: Call, number: int, tag: int, timeout: float | None
+    ) -> None:
+        self.peers = peers
+        self.started = started
+        self.call = call
+        self.number = number
+        self.tag = tag
+        self.timeout = timeout
+        self.begun = perf_counter()
+        self.asked = self.warned = False
+
+    def run(self) -> None:
+        started, advance, sched_yield = self.started, self.started.advance, os.sched_yield
+        moves, idle_since, tries = started.moves, self.begun, 0
+        while not advance():
+            if started.moves != moves:
+                moves = started.moves
+                if tries:
+                    now = perf_counter()
+                    self.peers.waited += now - idle_since
+                    tries = 0
+                continue
+            if tries == 0:
+                idle_since = perf_counter()
+            tries += 1
+            if tries > SPINS:
+                sched_yield()
+                if tries % ATTEND_EVERY == 0:
+                    self.attend(perf_counter(), idle_since)
+        if tries:
+            self.peers.waited += perf_counter() - idle_since
+
+    def attend(self, now: float, idle_since: float) -> None:
+        """Look at notices, strange messages and the clock."""
+        peers, call, number = self.peers, self.call, self.number
+        awaited, round_number = self.started.awaited()
+        peers.hear(number, call, round_number)
+        fingerprint = call.fingerprint() if peers._pending else ()
+        bad = peers.trouble(number, fingerprint)
+        if bad is not None:
+            detail = bad.detail if bad.kind == "timeout" else ""
+            peers.fail("joined", call, number, self.started, detail)
+        for peer in awaited:
+            if peers.comm.Iprobe(peer, MPI.ANY_TAG, peers._status):
+                tag = peers._status.tag
+                if tag != NOTICE_TAG and Tags.same_number(tag, self.tag) and not Tags.same_call(tag, self.tag):
+                    peers.fail("mismatch", call, number, self.started, "")
+        if self.timeout is not None:
+            if now - self.begun > self.timeout:
+                peers.fail("timeout", call, number, self.started, f"gave up after {self.timeout:g} s")
+        elif not self.warned and now - idle_since > peers.warn_seconds:
+            self.warn(now - idle_since, round_number, awaited)
+        if not self.asked and now - idle_since > QUERY_AFTER:
+            self.asked = True
+            peers._tell(Notice("query", number, call.fingerprint(), round_number, ""))
+
+    def warn(self, seconds: float, round_number: int, awaited: list[int]) -> None:
+        self.warned = True
+        present = self.peers.present(self.number) | {self.peers.rank}
+        missing = [rank for rank in range(self.peers.size) if rank not in present]
+        who = f"{name_ranks(missing)} not arrived" if missing else f"waiting for {name_ranks(awaited)}"
+        log.warning(
+            "%s (call %d, rank %d of %d) has waited %.0f s in round %d: %s",
+            self.call.collective, self.number, self.peers.rank, self.peers.size, seconds, round_number, who,
+        )  # fmt: skip

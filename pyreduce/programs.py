@@ -1,0 +1,334 @@
+"""Programs: what one rank does in one collective, as pure data.
+
+An algorithm is a function ``(collective, nranks, rank) -> rounds``. It knows blocks, not bytes, dtypes or MPI. The
+same program is run over MPI by `pyreduce.execute`, played for all ranks in one process by `pyreduce.simulate`,
+checked by `pyreduce.verify` and printed by `pyreduce.explain`.
+
+Vocabulary
+----------
+place
+    ``(space, first block, count)``: `count` consecutive blocks from `first` on (numbers wrap at `nranks`), in the
+    ``input`` (read-only), the ``output`` or the ``scratch`` space. In scratch a place also says which slots hold the
+    blocks: block ``first + i`` lies in slot ``slot + i``. A place of count 0 is an empty message: it only says that
+    its sender has come this far.
+step
+    `Send`, `Recv`, `Fold` or `Copy`.
+round
+    Steps that may proceed together. All sends and receives of a round start at once; its folds and copies run, in the
+    order written, when its receives have arrived; the next round starts when all of that is done, sends included. So
+    within a round nothing may write to a place that one of its sends reads.
+
+What the spaces hold, on rank r of P
+------------------------------------
+==============  =======================  ==================
+collective      input                    output
+==============  =======================  ==================
+reduce_scatter  blocks 0..P-1            block r
+allgather       block r                  blocks 0..P-1
+allreduce       blocks 0..P-1            blocks 0..P-1
+==============  =======================  ==================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pyreduce.errors import AlgorithmError
+
+__all__ = [
+    "COLLECTIVES",
+    "Copy",
+    "Cost",
+    "Fold",
+    "Place",
+    "Program",
+    "Recv",
+    "RoundsFunction",
+    "Send",
+    "Step",
+    "build",
+    "in_place_safe",
+    "input_blocks",
+    "output_blocks",
+    "place_input",
+    "place_output",
+    "place_scratch",
+]
+
+COLLECTIVES = ("reduce_scatter", "allgather", "allreduce")
+
+INPUT, OUTPUT, SCRATCH = "input", "output", "scratch"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where `count` consecutive blocks from `first` on lie: see the module's vocabulary."""
+
+    space: str
+    first: int
+    count: int = 1
+    slot: int = 0
+
+    def cells(self, nranks: int) -> list[tuple[str, int, int]]:
+        """The place taken apart: ``(space, index within the space, block)`` for every block of it."""
+        blocks = [(self.first + i) % nranks for i in range(self.count)]
+        if self.space == SCRATCH:
+            return [(SCRATCH, self.slot + i, block) for i, block in enumerate(blocks)]
+        return [(self.space, block, block) for block in blocks]
+
+
+def place_input(first: int, count: int = 1) -> Place:
+    """`count` blocks of the input from block `first` on."""
+    return Place(INPUT, first, count)
+
+
+def place_output(first: int, count: int = 1) -> Place:
+    """`count` blocks of the output from block `first` on."""
+    return Place(OUTPUT, first, count)
+
+
+def place_scratch(slot: int, first: int, count: int = 1) -> Place:
+    """`count` blocks from block `first` on, kept in scratch slots `slot`, `slot` + 1, ..."""
+    return Place(SCRATCH, first, count, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send what lies at `src` to rank `peer`."""
+
+    peer: int
+    src: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Receive from rank `peer` into `dst`."""
+
+    peer: int
+    dst: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """``dst = ((srcs[0] op srcs[1]) op srcs[2]) ...``, block by block; `dst` may be one of `srcs`."""
+
+    dst: Place
+    srcs: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy `src` to `dst`."""
+
+    dst: Place
+    src: Place
+
+
+Step = Send | Recv | Fold | Copy
+RoundsFunction = Callable[[str, int, int], Iterable[Sequence[Step]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one rank's program costs, in blocks; with equal blocks a block is S/P bytes.
+
+    Attributes
+    ----------
+    rounds : int
+        Rounds that send or receive.
+    sent, received : int
+        Blocks sent and received.
+    messages : int
+        Messages sent.
+    folds : int
+        Operations by block: a fold of k places of c blocks is (k - 1) c.
+    scratch : int
+        Scratch slots, a block each.
+    """
+
+    rounds: int
+    sent: int
+    received: int
+    messages: int
+    folds: int
+    scratch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The rounds of one rank for one collective."""
+
+    collective: str
+    nranks: int
+    rank: int
+    rounds: tuple[tuple[Step, ...], ...]
+    scratch: int
+
+    def cost(self) -> Cost:
+        """Count rounds, blocks, messages and folds."""
+        talking = sent = received = messages = folds = 0
+        for steps in self.rounds:
+            talking += any(isinstance(step, Send | Recv) for step in steps)
+            for step in steps:
+                if isinstance(step, Send):
+                    sent += step.src.count
+                    messages += 1
+                elif isinstance(step, Recv):
+                    received += step.dst.count
+                elif isinstance(step, Fold):
+                    folds += (len(step.srcs) - 1) * step.dst.count
+        return Cost(talking, sent, received, messages, folds, self.scratch)
+
+
+def input_blocks(collective: str, nranks: int, rank: int) -> range:
+    """The blocks that a rank's input holds."""
+    return range(rank, rank + 1) if collective == "allgather" else range(nranks)
+
+
+def output_blocks(collective: str, nranks: int, rank: int) -> range:
+    """The blocks that a rank's output holds in the end."""
+    return range(rank, rank + 1) if collective == "reduce_scatter" else range(nranks)
+
+
+def build(name: str, function: RoundsFunction, collective: str, nranks: int, rank: int) -> Program:
+    """Call an algorithm's function and check what can be checked on one rank alone.
+
+    Parameters
+    ----------
+    name : str
+        The algorithm's name, for messages.
+    function : callable
+        ``(collective, nranks, rank) -> rounds``.
+    collective : {"reduce_scatter", "allgather", "allreduce"}
+    nranks, rank : int
+
+    Returns
+    -------
+    Program
+
+    Raises
+    ------
+    AlgorithmError
+        A step that is no step, a peer or block out of range, a write to the input, sizes that differ within a step,
+        or a write to a place that a send of the same round reads.
+    Unsupported
+        Passed on from `function`: it does not serve this collective or number of ranks.
+    """
+    where = f"{name}: {collective} with P={nranks}, rank {rank}"
+    rounds = []
+    for number, steps in enumerate(function(collective, nranks, rank), start=1):
+        try:
+            checked = tuple(steps)
+        except TypeError:
+            raise AlgorithmError(f"{where}: round {number} is {steps!r}, not a sequence of steps") from None
+        for step in checked:
+            _check_step(step, collective, nranks, rank, f"{where}, round {number}")
+        _check_round(checked, nranks, f"{where}, round {number}")
+        rounds.append(checked)
+    program = Program(collective, nranks, rank, tuple(rounds), 0)
+    slots = [p.slot + p.count for steps in rounds for step in steps for p in places(step) if p.space == SCRATCH]
+    return Program(collective, nranks, rank, program.rounds, max(slots, default=0))
+
+
+def places(step: Step) -> tuple[Place, ...]:
+    """All places a step names, what it writes first."""
+    if isinstance(step, Send):
+        return (step.src,)
+    if isinstance(step, Recv):
+        return (step.dst,)
+    if isinstance(step, Fold):
+        return (step.dst, *step.srcs)
+    return (step.dst, step.src)
+
+
+def _check_step(step: Step, collective: str, nranks: int, rank: int, where: str) -> None:
+    if not isinstance(step, Send | Recv | Fold | Copy):
+        raise AlgorithmError(f"{where}: {step!r} is not a step (Send, Recv, Fold or Copy)")
+    if isinstance(step, Send | Recv):
+        if not (isinstance(step.peer, int) and 0 <= step.peer < nranks):
+            raise AlgorithmError(f"{where}: {step!r} names peer {step.peer!r}; ranks are 0..{nranks - 1}")
+        if step.peer == rank:
+            raise AlgorithmError(f"{where}: {step!r} talks to its own rank; use Copy")
+    if isinstance(step, Fold) and not step.srcs:
+        raise AlgorithmError(f"{where}: {step!r} folds nothing")
+    written = places(step)[0] if not isinstance(step, Send) else None
+    for place in places(step):
+        if not isinstance(place, Place) or place.space not in (INPUT, OUTPUT, SCRATCH):
+            raise AlgorithmError(f"{where}: {place!r} is not a place in input, output or scratch")
+        if not (0 <= place.first < nranks and 0 <= place.count <= nranks and place.slot >= 0):
+            raise AlgorithmError(f"{where}: {place!r} is out of range; blocks are 0..{nranks - 1}")
+        if isinstance(step, Fold | Copy) and (place.first, place.count) != (step.dst.first, step.dst.count):
+            raise AlgorithmError(f"{where}: {step!r} mixes blocks {_run(step.dst)} and {_run(place)}")
+        have = {INPUT: input_blocks, OUTPUT: output_blocks}.get(place.space)
+        if have is not None:
+            owned = have(collective, nranks, rank)
+            for _, block, _ in place.cells(nranks):
+                if block not in owned:
+                    raise AlgorithmError(f"{where}: {step!r} names block {block}, which is not in its {place.space}")
+    if written is not None and written.space == INPUT:
+        raise AlgorithmError(f"{where}: {step!r} writes to the input, which is read-only")
+
+
+def _run(place: Place) -> str:
+    return f"{place.first}" if place.count == 1 else f"{place.first}..+{place.count}"
+
+
+def _cells(place: Place, nranks: int) -> set[tuple[str, int]]:
+    return {(space, index) for space, index, _ in place.cells(nranks)}
+
+
+def _check_round(steps: tuple[Step, ...], nranks: int, where: str) -> None:
+    """No step writes where a send of the round reads, and no two receives meet."""
+    reading: set[tuple[str, int]] = set()
+    receiving: set[tuple[str, int]] = set()
+    for step in steps:
+        if isinstance(step, Send):
+            reading |= _cells(step.src, nranks)
+        elif isinstance(step, Recv):
+            cells = _cells(step.dst, nranks)
+            if receiving & cells:
+                raise AlgorithmError(f"{where}: two receives write to {sorted(receiving & cells)[0]}")
+            receiving |= cells
+    for step in steps:
+        if not isinstance(step, Send):
+            clash = _cells(places(step)[0], nranks) & reading
+            if clash:
+                raise AlgorithmError(f"{where}: {step!r} writes to {sorted(clash)[0]} while a send reads it")
+
+
+def in_place_safe(program: Program) -> bool:
+    """Whether the program stays right when its output lies over its input.
+
+    Block b of an allreduce's output, and block r of an allgather's, lie over the same block of the input; block r
+    of a reduce_scatter's output lies at the front of the buffer, over block 0 of the input. The program is safe if no
+    input is read once (or while) something was written over it. A copy of a block onto itself does nothing.
+    """
+    shift = program.collective == "reduce_scatter"
+    gone: set[int] = set()
+
+    def covers(place: Place) -> set[int]:
+        if place.space != OUTPUT:
+            return set()
+        return {0} if shift else {index for _, index, _ in place.cells(program.nranks)}
+
+    def needs(read: Iterable[Place]) -> set[int]:
+        return {i for place in read if place.space == INPUT for _, i, _ in place.cells(program.nranks)}
+
+    for steps in program.rounds:
+        sent = needs(step.src for step in steps if isinstance(step, Send))
+        for step in steps:
+            if isinstance(step, Recv):
+                gone |= covers(step.dst)
+        if sent & gone:
+            return False
+        for step in steps:
+            if isinstance(step, Send | Recv):
+                continue
+            read, written = needs(places(step)[1:]), covers(step.dst)
+            if isinstance(step, Copy) and read == written and not shift:
+                continue
+            if read & gone or sent & written:
+                return False
+            gone |= written
+    return True

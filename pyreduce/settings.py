@@ -1,0 +1,92 @@
+"""Settings of a communicator: arguments first, then the environment, then the defaults.
+
+==========================  ==================================================================  ==============
+environment                 meaning                                                             default
+==========================  ==================================================================  ==============
+PYREDUCE_SEGMENT_BYTES      a block is moved in pieces of at most so many bytes                 1 MiB
+PYREDUCE_IN_FLIGHT          pieces under way at once, 1 to 8                                    2
+PYREDUCE_MESSAGE_BYTES      a message is cut above so many bytes                                2**31 - 1
+PYREDUCE_TIMEOUT            seconds a call may wait; 0 or unset: for ever                       none
+PYREDUCE_WARN_SECONDS       a wait without a timeout logs who is missing after so long          60
+PYREDUCE_CHECK              ``light``, ``full`` or ``off``                                      light
+==========================  ==================================================================  ==============
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["CHECKS", "Settings", "read_settings"]
+
+CHECKS = ("light", "full", "off")
+MAX_IN_FLIGHT = 8
+MESSAGE_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a communicator works with; all ranks must have the same of everything but the last two."""
+
+    segment_bytes: int
+    in_flight: int
+    message_bytes: int
+    check: str
+    timeout: float | None
+    warn_seconds: float
+
+
+def _integer(name: str, given: int | None, variable: str, default: int, low: int, high: int) -> int:
+    value: object = given if given is not None else os.environ.get(variable) or default
+    source = name if given is not None else variable
+    try:
+        number = int(value) if isinstance(value, str) else value.__index__()  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):
+        raise ValueError(f"{source} is {value!r}, needs an integer") from None
+    if not low <= number <= high:
+        raise ValueError(f"{source} is {number}, needs to be in {low}..{high}")
+    return int(number)
+
+
+def check_seconds(name: str, value: object) -> float:
+    """`value` as a number of seconds, zero or more; `TypeError` or `ValueError` otherwise."""
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}, needs a number of seconds") from None
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, needs a number of seconds") from None
+    if not seconds >= 0:
+        raise ValueError(f"{name} is {seconds}, needs zero or more seconds")
+    return seconds
+
+
+def read_settings(
+    *,
+    segment_bytes: int | None = None,
+    in_flight: int | None = None,
+    message_bytes: int | None = None,
+    check: str | None = None,
+    timeout: float | None = None,
+    warn_seconds: float | None = None,
+) -> Settings:
+    """Settings from arguments, where given, else from the environment, else the defaults of this module."""
+    check = check if check is not None else os.environ.get("PYREDUCE_CHECK") or "light"
+    if check not in CHECKS:
+        raise ValueError(f"check is {check!r}, needs to be one of {', '.join(CHECKS)}")
+    if timeout is None:
+        timeout = check_seconds("PYREDUCE_TIMEOUT", os.environ.get("PYREDUCE_TIMEOUT") or 0) or None
+    else:
+        timeout = check_seconds("timeout", timeout)
+    if warn_seconds is None:
+        warn_seconds = check_seconds("PYREDUCE_WARN_SECONDS", os.environ.get("PYREDUCE_WARN_SECONDS") or 60)
+    else:
+        warn_seconds = check_seconds("warn_seconds", warn_seconds)
+    return Settings(
+        _integer("segment_bytes", segment_bytes, "PYREDUCE_SEGMENT_BYTES", 1 << 20, 1, 2**62),
+        _integer("in_flight", in_flight, "PYREDUCE_IN_FLIGHT", 2, 1, MAX_IN_FLIGHT),
+        _integer("message_bytes", message_bytes, "PYREDUCE_MESSAGE_BYTES", MESSAGE_BYTES, 1, MESSAGE_BYTES),
+        check,
+        timeout,
+        warn_seconds,
+    )
