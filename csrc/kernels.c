@@ -1,9 +1,10 @@
 /* Fold and divide kernels: the scalar building blocks, one table a CPU level, and the choice between them at run time.
  *
- * kernels_body.h is a template of loops that the compiler vectorises. It is included once for each instruction set, with
+ * kernels_body.h is a template of loops that the compiler vectorises, included once for each instruction set, with
  *   ISA(name)   the function name of this version
  *   TARGET      the function attribute that lets the compiler use the instruction set
  *   HALF_*      how float16 is loaded, stored and computed with (intrinsics, since compilers do not vectorise it)
+ *   BFLOAT_*    the same for bfloat16 (scalar code that the compiler vectorises, but for AVX2)
  * Nothing is compiled with -march, so one binary serves every x86-64; other architectures have the baseline only.
  * All versions give the same bits: no contraction to fma, no reassociation, correctly rounded conversions.
  */
@@ -56,7 +57,7 @@ INLINE uint16_t float_to_bfloat(float x)
     return (uint16_t)choose((u & 0x7fffffffu) > 0x7f800000u, ((u >> 16) & 0x8000u) | 0x7fc0u, rounded);
 }
 
-/* The exponent is moved by adding to the bits; inf and NaN move twice; subnormals are normalised by an exact subtraction. */
+/* The exponent is moved by adding to the bits, twice for inf and NaN; an exact subtraction normalises subnormals. */
 INLINE float half_to_float(uint16_t h)
 {
     uint32_t magnitude = (uint32_t)(h & 0x7fffu) << 13, moved = magnitude + (112u << 23);
@@ -92,12 +93,16 @@ INLINE uint16_t float_to_half(float x)
 /* The operators. Integers are unsigned wherever they may wrap; 1u keeps uint16 products out of (signed) int. */
 #define ADD(a, b) ((a) + (b))
 #define MULTIPLY(a, b) ((a) * (b))
+#define QUOTIENT(a, b) ((a) / (b))
 #define MULTIPLY_UNSIGNED(a, b) ((a) * 1u * (b))
 #define SMALLER(a, b) ((b) < (a) ? (b) : (a))
 #define LARGER(a, b) ((b) > (a) ? (b) : (a))
 #define AND(a, b) ((a) & (b))
 #define OR(a, b) ((a) | (b))
 #define XOR(a, b) ((a) ^ (b))
+INLINE float add_f32(float a, float b) { return a + b; }
+INLINE float multiply_f32(float a, float b) { return a * b; }
+INLINE float divide_f32(float a, float b) { return a / b; }
 /* As numpy.minimum: the first NaN wins; of equal values (0 and -0) the second. */
 INLINE float smaller_f32(float a, float b) { return ((a < b) | (a != a)) ? a : b; }
 INLINE float larger_f32(float a, float b) { return ((a > b) | (a != a)) ? a : b; }
@@ -125,6 +130,12 @@ INLINE c128 multiply_c128(c128 a, c128 b)
 #define HALF_MIN smaller_f32
 #define HALF_MAX larger_f32
 #define HALF_SPREAD(d) (d)
+#define BFLOAT_VALUE float
+#define BFLOAT_WIDTH 1
+#define BFLOAT_LOAD LOAD_BFLOAT
+#define BFLOAT_STORE STORE_BFLOAT
+#define BFLOAT_OP(op) op##_f32
+#define BFLOAT_SPREAD (float)
 #include "kernels_body.h"
 
 #if defined(__x86_64__)
@@ -139,6 +150,47 @@ AVX2 INLINE __m256 larger_avx2(__m256 a, __m256 b)
 {
     return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }
+/* 16 bfloat16 as the floats of the even and of the odd places: a shift or a mask each, no shuffles. */
+typedef struct { __m256 even, odd; } pair;
+AVX2 INLINE pair load_pair(const u16 *p)
+{
+    __m256i both = _mm256_loadu_si256((const __m256i *)(const void *)p);
+    __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000u));
+    return (pair){_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(odd)};
+}
+AVX2 INLINE __m256i round_to_upper(__m256 x)
+{
+    __m256i u = _mm256_castps_si256(x), last = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(u, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
+}
+AVX2 INLINE void store_pair(u16 *p, pair x)
+{
+    if (__builtin_expect(_mm256_movemask_ps(_mm256_cmp_ps(x.even, x.odd, _CMP_UNORD_Q)) != 0, 0)) {
+        f32 even[8], odd[8]; /* a NaN: the slow way */
+        _mm256_storeu_ps(even, x.even);
+        _mm256_storeu_ps(odd, x.odd);
+        for (int i = 0; i < 8; i++) {
+            p[2 * i] = float_to_bfloat(even[i]);
+            p[2 * i + 1] = float_to_bfloat(odd[i]);
+        }
+        return;
+    }
+    __m256i even = _mm256_srli_epi32(round_to_upper(x.even), 16), odd = round_to_upper(x.odd);
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm256_blend_epi16(even, odd, 0xaa));
+}
+AVX2 INLINE pair spread_pair(double d) { return (pair){_mm256_set1_ps((float)d), _mm256_set1_ps((float)d)}; }
+#define PAIRWISE(name, expression)                                                                                    \
+    AVX2 INLINE __m256 name##_each(__m256 a, __m256 b) { return expression; }                                         \
+    AVX2 INLINE pair name##_pair(pair a, pair b)                                                                      \
+    {                                                                                                                 \
+        return (pair){name##_each(a.even, b.even), name##_each(a.odd, b.odd)};                                        \
+    }
+PAIRWISE(add, _mm256_add_ps(a, b))
+PAIRWISE(multiply, _mm256_mul_ps(a, b))
+PAIRWISE(divide, _mm256_div_ps(a, b))
+PAIRWISE(smaller, smaller_avx2(a, b))
+PAIRWISE(larger, larger_avx2(a, b))
+
 #define ISA(name) name##_avx2
 #define ISA_NAME "avx2"
 #define TARGET AVX2
@@ -149,6 +201,12 @@ AVX2 INLINE __m256 larger_avx2(__m256 a, __m256 b)
 #define HALF_MIN smaller_avx2
 #define HALF_MAX larger_avx2
 #define HALF_SPREAD(d) _mm256_set1_ps(d)
+#define BFLOAT_VALUE pair
+#define BFLOAT_WIDTH 16
+#define BFLOAT_LOAD load_pair
+#define BFLOAT_STORE store_pair
+#define BFLOAT_OP(op) op##_pair
+#define BFLOAT_SPREAD spread_pair
 #include "kernels_body.h"
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
@@ -170,6 +228,12 @@ AVX512 INLINE __m512 larger_avx512(__m512 a, __m512 b)
 #define HALF_MIN smaller_avx512
 #define HALF_MAX larger_avx512
 #define HALF_SPREAD(d) _mm512_set1_ps(d)
+#define BFLOAT_VALUE float
+#define BFLOAT_WIDTH 1
+#define BFLOAT_LOAD LOAD_BFLOAT
+#define BFLOAT_STORE STORE_BFLOAT
+#define BFLOAT_OP(op) op##_f32
+#define BFLOAT_SPREAD (float)
 #include "kernels_body.h"
 #endif
 

@@ -3,7 +3,7 @@
 #define PYREDUCE_KERNELS_H
 #include "core.h"
 
-/* Folds elements [begin, begin + n) of the k sources into out[0, n); out may be exactly the same place as a source's. */
+/* Folds elements [begin, begin + n) of the k sources into out[0, n), which may be exactly a source's place. */
 typedef void pr_fold_kernel(void *out, const uintptr_t *srcs, int k, size_t begin, size_t n);
 typedef void pr_divide_kernel(void *out, const void *src, size_t n, double divisor);
 

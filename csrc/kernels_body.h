@@ -4,10 +4,10 @@
  * FOLD makes one kernel for an op and a dtype:
  *   T       the element in memory          A       the value computed with (float for float16)
  *   W       elements a value of A holds    LOAD(p), STORE(p, v), OP(a, b)
- * FUSE: up to four sources are folded in registers. More go through a tile of accumulators that stays in the L1 cache, four
- * sources at a time: still one pass over memory. Without FUSE all do, one source at a time: less code for less common
- * pairs, and nearly as fast where memory is the limit. A tile of the output is written only after all sources' have
- * been read, so out may be any source. With W > 1 the last n % W elements are padded to one value.
+ * FUSE: up to four sources are folded in registers. More go through a tile of accumulators that stays in the L1
+ * cache, four sources at a time: still one pass over memory. Without FUSE all do, one source at a time: less code for
+ * less common pairs, and nearly as fast where memory is the limit. A tile of the output is written only after all
+ * sources' have been read, so out may be any source. With W > 1 the last n % W elements are padded to one value.
  */
 #ifndef TILE_BYTES
 #define TILE_BYTES 4096
@@ -17,7 +17,7 @@
     INDEPENDENT for (size_t i = 0; i < (count); i += W) { statement; }
 #endif
 
-#define FOLD(name, T_, A_, W_, FUSE, LOAD, STORE, OP)                                                                     \
+#define FOLD(name, T_, A_, W_, FUSE, LOAD, STORE, OP)                                                                 \
     TARGET static void ISA(name)(void *to, const uintptr_t *srcs, int k, size_t begin, size_t n)                      \
     {                                                                                                                 \
         typedef T_ T;                                                                                                 \
@@ -71,7 +71,7 @@
         }                                                                                                             \
     }
 
-#define DIVIDE(name, T_, A_, W_, LOAD, STORE, SPREAD)                                                                 \
+#define DIVIDE(name, T_, A_, W_, LOAD, STORE, OP, SPREAD)                                                             \
     TARGET static void ISA(name)(void *to, const void *from, size_t n, double divisor)                                \
     {                                                                                                                 \
         typedef T_ T;                                                                                                 \
@@ -81,11 +81,11 @@
         const T *p = from;                                                                                            \
         size_t whole = n - n % W;                                                                                     \
         A d = SPREAD(divisor);                                                                                        \
-        EACH(whole, STORE(out + i, LOAD(p + i) / d))                                                                  \
+        EACH(whole, STORE(out + i, OP(LOAD(p + i), d)))                                                               \
         if (whole < n) {                                                                                              \
             T pad[W] = {0};                                                                                           \
             memcpy(pad, p + whole, (n - whole) * sizeof(T));                                                          \
-            STORE(pad, LOAD(pad) / d);                                                                                \
+            STORE(pad, OP(LOAD(pad), d));                                                                             \
             memcpy(out + whole, pad, (n - whole) * sizeof(T));                                                        \
         }                                                                                                             \
     }
@@ -109,7 +109,7 @@
     FOLD_SAME(prod_##T, T, MULTIPLY)                                                                                  \
     FOLD_SAME(min_##T, T, smaller_##T)                                                                                \
     FOLD_SAME(max_##T, T, larger_##T)                                                                                 \
-    DIVIDE(divide_##T, T, T, 1, LOAD_SAME, STORE_SAME, (T))
+    DIVIDE(divide_##T, T, T, 1, LOAD_SAME, STORE_SAME, QUOTIENT, (T))
 
 FOLD_UNSIGNED(u8)
 FOLD_UNSIGNED(u16)
@@ -131,12 +131,12 @@ FOLD(sum_half, u16, HALF_VALUE, HALF_WIDTH, 1, HALF_LOAD, HALF_STORE, ADD)
 FOLD(prod_half, u16, HALF_VALUE, HALF_WIDTH, 0, HALF_LOAD, HALF_STORE, MULTIPLY)
 FOLD(min_half, u16, HALF_VALUE, HALF_WIDTH, 0, HALF_LOAD, HALF_STORE, HALF_MIN)
 FOLD(max_half, u16, HALF_VALUE, HALF_WIDTH, 0, HALF_LOAD, HALF_STORE, HALF_MAX)
-DIVIDE(divide_half, u16, HALF_VALUE, HALF_WIDTH, HALF_LOAD, HALF_STORE, HALF_SPREAD)
-FOLD(sum_bfloat, u16, float, 1, 1, LOAD_BFLOAT, STORE_BFLOAT, ADD)
-FOLD(prod_bfloat, u16, float, 1, 0, LOAD_BFLOAT, STORE_BFLOAT, MULTIPLY)
-FOLD(min_bfloat, u16, float, 1, 0, LOAD_BFLOAT, STORE_BFLOAT, smaller_f32)
-FOLD(max_bfloat, u16, float, 1, 0, LOAD_BFLOAT, STORE_BFLOAT, larger_f32)
-DIVIDE(divide_bfloat, u16, float, 1, LOAD_BFLOAT, STORE_BFLOAT, (float))
+DIVIDE(divide_half, u16, HALF_VALUE, HALF_WIDTH, HALF_LOAD, HALF_STORE, QUOTIENT, HALF_SPREAD)
+FOLD(sum_bfloat, u16, BFLOAT_VALUE, BFLOAT_WIDTH, 1, BFLOAT_LOAD, BFLOAT_STORE, BFLOAT_OP(add))
+FOLD(prod_bfloat, u16, BFLOAT_VALUE, BFLOAT_WIDTH, 0, BFLOAT_LOAD, BFLOAT_STORE, BFLOAT_OP(multiply))
+FOLD(min_bfloat, u16, BFLOAT_VALUE, BFLOAT_WIDTH, 0, BFLOAT_LOAD, BFLOAT_STORE, BFLOAT_OP(smaller))
+FOLD(max_bfloat, u16, BFLOAT_VALUE, BFLOAT_WIDTH, 0, BFLOAT_LOAD, BFLOAT_STORE, BFLOAT_OP(larger))
+DIVIDE(divide_bfloat, u16, BFLOAT_VALUE, BFLOAT_WIDTH, BFLOAT_LOAD, BFLOAT_STORE, BFLOAT_OP(divide), BFLOAT_SPREAD)
 
 #define ROW_UNSIGNED(op)                                                                                              \
     [PR_INT8] = ISA(op##_u8), [PR_INT16] = ISA(op##_u16), [PR_INT32] = ISA(op##_u32), [PR_INT64] = ISA(op##_u64),     \
@@ -152,7 +152,8 @@ static const struct pr_kernels ISA(kernels) = {
     .name = ISA_NAME,
     .fold = {
         [PR_SUM] = {ROW_UNSIGNED(sum), ROW_FLOAT(sum)},
-        [PR_PROD] = {ROW_UNSIGNED(prod), ROW_FLOAT(prod), [PR_COMPLEX64] = ISA(prod_c64), [PR_COMPLEX128] = ISA(prod_c128)},
+        [PR_PROD] = {ROW_UNSIGNED(prod), ROW_FLOAT(prod),
+                     [PR_COMPLEX64] = ISA(prod_c64), [PR_COMPLEX128] = ISA(prod_c128)},
         [PR_MIN] = {[PR_BOOL] = ISA(land_u8), ROW_ORDERED(min), ROW_FLOAT(min)},
         [PR_MAX] = {[PR_BOOL] = ISA(lor_u8), ROW_ORDERED(max), ROW_FLOAT(max)},
         [PR_LAND] = {[PR_BOOL] = ISA(land_u8), ROW_UNSIGNED(land)},
@@ -186,3 +187,9 @@ static const struct pr_kernels ISA(kernels) = {
 #undef HALF_MIN
 #undef HALF_MAX
 #undef HALF_SPREAD
+#undef BFLOAT_VALUE
+#undef BFLOAT_WIDTH
+#undef BFLOAT_LOAD
+#undef BFLOAT_STORE
+#undef BFLOAT_OP
+#undef BFLOAT_SPREAD

@@ -121,7 +121,7 @@ def compare(
             facts.setdefault(name, {}).setdefault(value, []).extend(ranks)
     total = len(fingerprints)
     differing = {
-        name: values for name, values in facts.items() if len(values) > 1 or sum(map(len, values.values())) < total
+        name: values for name, values in facts.items() if len(values) > 1 and sum(map(len, values.values())) == total
     }
     lines = []
     for name, values in differing.items():

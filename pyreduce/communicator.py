@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = ["IN_PLACE", "Communicator", "Stats"]
 
 PLANS_KEPT = 256
 SCRATCH_KEPT = 64 << 20
+AWAY_SECONDS = 0.05  # after a longer pause a rank looks for notices before it joins a call
 RECORD_BYTES = 512  # what check="full" exchanges: digest and call site
 
 
@@ -151,6 +153,7 @@ class Communicator:
         self._peers = Peers(self._comm, self._settings.warn_seconds)
         self._tags = Tags(self._comm.Get_attr(MPI.TAG_UB))
         self._number = 0
+        self._last = perf_counter()
         self._plans: dict[Any, tuple[Plan | NativePlan, int | None]] = {}
         self._scratch = np.empty(0, np.uint8)
         self._sites: set[tuple[str, ...]] = set()
@@ -442,8 +445,8 @@ class Communicator:
         call, peers = plan.call, self._peers
         self._number += 1
         number = self._number
-        if not number % 64:
-            peers.hear(number, call, 0)
+        if perf_counter() - self._last > AWAY_SECONDS:
+            peers.check_notices(call, number)
         if self._settings.check == "full" and self.size > 1:
             self._compare_calls(call, number, timeout)
         scratch = self._scratch_of(plan.scratch_bytes)
@@ -461,6 +464,7 @@ class Communicator:
         stats.bytes_sent += started.sent
         stats.bytes_received += started.received
         stats.wait_seconds += peers.waited - waited
+        self._last = perf_counter()
 
     def _scratch_of(self, nbytes: int) -> Array:
         if nbytes <= self._scratch.nbytes:

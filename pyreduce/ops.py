@@ -1,8 +1,8 @@
 """Reduction ops, the dtypes they are defined for, and the fold: the Python face of the C kernels.
 
-There is one table of ops (`OPS`), one of dtypes (`DTYPES`), and one of the pairs that are refused (`_refuse_pair`); `kernel`
-answers for a pair with the codes that `fold` wants, or with a `TypeError` that says what to do instead. `check` is the
-only place where a code of the C core becomes an exception.
+There is one table of ops (`OPS`), one of dtypes (`DTYPES`), and one of the pairs that are refused (`_refuse_pair`);
+`kernel` answers for a pair with the codes that `fold` wants, or with a `TypeError` that says what to do instead. `check`
+is the only place where a code of the C core becomes an exception.
 
 Nothing here needs MPI: mpi4py's op constants are recognised if mpi4py is loaded already, and never imported.
 """
@@ -257,7 +257,12 @@ def isa() -> str:
 
 
 def fold(
-    kernel: tuple[int, int], n: int, out: int, srcs: Sequence[int], _fold: Any = lib.pr_fold
+    kernel: tuple[int, int],
+    n: int,
+    out: int,
+    srcs: Sequence[int],
+    _fold: Any = lib.pr_fold,
+    _fold2: Any = lib.pr_fold2,
 ) -> None:
     """Fold k sources in order: ``out[i] = ((s0[i] op s1[i]) op s2[i]) ...``, in one pass over memory.
 
@@ -272,7 +277,12 @@ def fold(
     srcs : list of int
         Addresses of the sources, at least one. With one, logical ops give its truth and all others a copy.
     """
-    code = _fold(kernel[0], kernel[1], n, out, srcs, len(srcs))
+    op, dtype = kernel
+    if len(srcs) == 2:
+        first, second = srcs
+        code = _fold2(op, dtype, n, out, first, second)
+    else:
+        code = _fold(op, dtype, n, out, srcs, len(srcs))
     if code:
         check(code)
 
@@ -315,7 +325,8 @@ def fold_arrays(
     Returns
     -------
     ndarray
-        ``out``, or a new array. AVG divides at the end; for float16 and bfloat16 it is computed in float32 and rounded once.
+        ``out``, or a new array. AVG divides at the end; for float16 and bfloat16 it is computed in float32 and rounded
+        once.
 
     Raises
     ------

@@ -24,6 +24,7 @@ a late message finds the memory it was meant for.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ ATTEND_EVERY = 16  # yields between looks at the clock and at notices
 QUERY_AFTER = 1.0  # idle seconds after which peers are asked which call they are in
 GRACE = 0.4  # seconds to collect notices in
 
+POLLS = 4  # looks for notices after a pause: an MPI that made no progress meanwhile needs a few to pull them in
 QUIET = ("query", "here")
 
-_kept: list[Any] = []  # executions and buffers of broken communicators: MPI may still write to them
 
 
 class Started(Protocol):
@@ -77,6 +78,26 @@ class Notice:
     detail: str
 
 
+class _NotStarted:
+    """Stands for a call of which nothing has been sent."""
+
+    moves = 0
+
+    def advance(self) -> bool:
+        return False
+
+    def awaited(self) -> tuple[list[int], int]:
+        return [], 0
+
+
+NOT_STARTED = _NotStarted()
+
+
+def _keep_for_ever(objects: object) -> None:
+    """Never free these, not even when the interpreter ends: MPI may still read from and write to them until its own end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
 class Peers:
     """The state of a communicator that waiting and failing need.
 
@@ -97,6 +118,7 @@ class Peers:
         self.waited = 0.0
         self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
         self._sending: list[MPI.Request] = []
+        self._arriving: list[tuple[int, MPI.Request]] = []
         self._status = MPI.Status()
 
     def check_usable(self) -> None:
@@ -132,10 +154,28 @@ class Peers:
             if not started.advance():
                 _Wait(self, started, call, number, tag, timeout).run()
         except BaseException as error:
-            _kept.append((started, keep))
+            _keep_for_ever((started, keep))
             if self.broken is None:
+                if isinstance(error, MPI.Exception):
+                    self._blame_peers(error, call, number, started)
                 self.leave(error, call, number, started)
             raise
+
+    def check_notices(self, call: Call, number: int) -> None:
+        """Before a call that follows a pause: whether the peers have given up on it meanwhile."""
+        for _ in range(POLLS):
+            self.hear(number, call, 0)
+        if self._pending and self.trouble(number, call.fingerprint()) is not None:
+            self.fail("joined", call, number, NOT_STARTED, "")
+
+    def _blame_peers(self, error: MPI.Exception, call: Call, number: int, started: Started) -> None:
+        """An MPI error because a peer has left is told as what the peer told us."""
+        self.hear(number, call, started.awaited()[1])
+        if self.trouble(number, call.fingerprint()) is not None:
+            try:
+                self.fail("joined", call, number, started, "")
+            except Exception as told:
+                raise told from error
 
     def leave(self, error: BaseException, call: Call, number: int, started: Started) -> None:
         """Torn out of a call by `error` (an interrupt, an MPI error): the peers are told, the communicator is broken."""
@@ -163,15 +203,31 @@ class Peers:
 
     def hear(self, number: int, call: Call, round_number: int) -> None:
         """Take in notices that have arrived; answer queries."""
-        status = self._status
-        while self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE_TAG, status):
-            source = status.source
-            notice: Notice = self.comm.recv(None, source, NOTICE_TAG)
+        for source, notice in self._arrived():
             if notice.kind == "query" and notice.number >= number:
                 self._tell(Notice("here", number, call.fingerprint(), round_number, ""), source)
             before = self._pending.get(source)
             if before is None or before.kind in QUIET or notice.kind not in QUIET:
                 self._pending[source] = notice
+
+    def _arrived(self) -> list[tuple[int, Notice]]:
+        """Notices that have come in whole, by sender.
+
+        Never a blocking receive: the head of a notice can be here while its sender, gone into the end of its program,
+        pushes the rest no more.
+        """
+        status = self._status
+        while (message := self.comm.improbe(MPI.ANY_SOURCE, NOTICE_TAG, status)) is not None:
+            self._arriving.append((status.source, message.irecv()))
+        found, arriving = [], []
+        for source, request in self._arriving:
+            done, notice = request.test()
+            if done:
+                found.append((source, notice))
+            else:
+                arriving.append((source, request))
+        self._arriving = arriving
+        return found
 
     def trouble(self, number: int, fingerprint: Fingerprint) -> Notice | None:
         """A pending notice that means call `number` cannot end well."""
@@ -190,16 +246,14 @@ class Peers:
     def _collect(self, number: int) -> dict[int, Notice]:
         """Every peer's notice about call `number`, waiting `GRACE` seconds at most for those that stay silent."""
         end = perf_counter() + GRACE
-        status = self._status
         said: dict[int, Notice] = {p: n for p, n in self._pending.items() if n.kind not in QUIET}
-        while len(said) < self.size - 1 and perf_counter() < end:
-            if self.comm.Iprobe(MPI.ANY_SOURCE, NOTICE_TAG, status):
-                source = status.source
-                notice: Notice = self.comm.recv(None, source, NOTICE_TAG)
+        while (len(said) < self.size - 1 or not MPI.Request.Testall(self._sending)) and perf_counter() < end:
+            arrived = self._arrived()
+            for source, notice in arrived:
                 self._pending[source] = notice
                 if notice.kind not in QUIET:
                     said[source] = notice
-            else:
+            if not arrived:
                 os.sched_yield()
         return {**{p: n for p, n in self._pending.items() if n.number >= number}, **said}
 
@@ -224,7 +278,7 @@ class Peers:
             waited += f", waiting for {name_ranks(peers)}" if peers else ""
             message = f"{where}: {name_ranks(silent)} had not arrived when {name_ranks(gave_up)} {details}{waited}"
         else:
-            message = f"{where}: {name_ranks(gave_up)} {details}; all ranks have arrived by now, too late"
+            message = f"{where}: {name_ranks(gave_up)} {details}; all ranks are in the call by now"
         return CollectiveTimeout(message, silent)
 
 

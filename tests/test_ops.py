@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pyreduce
 from pyreduce import ops
 from pyreduce._core import lib
 from pyreduce.errors import CoreError
@@ -26,7 +27,7 @@ NARROW = ["float16", "bfloat16"]
 
 # Around vector widths, the pads of float16, the accumulator tiles (4096 bytes of accumulators) and numpy-like sizes.
 SIZES = [0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 257, 511, 512, 513, 1000, 1023]
-SIZES += [1024, 1025, 2049, 4095, 4096, 4097, 8193]
+SIZES += [1024, 1025, 2049, 4095, 4096, 4097]
 
 ALTERNATIVES = {  # (op names, dtype names): what the TypeError must name
     ("SUM", "bool"): "LOR",
@@ -90,7 +91,7 @@ UFUNCS = {
 
 
 def oracle(op: str, arrays: list[np.ndarray]) -> np.ndarray:
-    """functools.reduce of NumPy's ufunc; 16-bit floats in float32, rounded once; logical ops in bool, then the dtype."""
+    """functools.reduce of NumPy's ufunc; 16-bit floats in float32, rounded once; logical ops in bool."""
     dtype = arrays[0].dtype
     if op == "AVG":
         wide = [a.astype(np.float32) for a in arrays] if dtype.itemsize == 2 else arrays
@@ -119,6 +120,7 @@ def assert_same(got: np.ndarray, want: np.ndarray) -> None:
 
 
 GUARD = 64
+PATTERN = np.random.default_rng(7).integers(0, 256, 4093, np.uint8)
 
 
 class Placed:
@@ -126,7 +128,7 @@ class Placed:
 
     def __init__(self, values: np.ndarray, offset: int = 0) -> None:
         nbytes = values.nbytes
-        self.memory = np.random.default_rng(nbytes + offset).integers(0, 256, nbytes + 2 * GUARD + 64 + offset, np.uint8)
+        self.memory = np.resize(PATTERN, nbytes + 2 * GUARD + 64 + offset)
         start = GUARD + -(self.memory.ctypes.data + GUARD) % 64 + offset
         self.span = slice(start, start + nbytes)
         self.memory[self.span] = np.frombuffer(values.tobytes(), np.uint8)
@@ -145,8 +147,10 @@ class Placed:
         np.testing.assert_array_equal(self.memory[self.span.stop :], self.before[self.span.stop :])
 
 
-def fold_placed(op: str, dtype: str, inputs: list[np.ndarray], offsets: list[int], alias: int | None = None) -> np.ndarray:
-    """Fold with the last offset for out, or with source ``alias`` as out; check guards and that sources stay as they are."""
+def fold_placed(
+    op: str, dtype: str, inputs: list[np.ndarray], offsets: list[int], alias: int | None = None
+) -> np.ndarray:
+    """Fold with the last offset for out, or with source ``alias`` as out; check guards and sources."""
     sources = [Placed(a, offset) for a, offset in zip(inputs, offsets, strict=False)]
     poison = np.full(inputs[0].nbytes, 0xA5, np.uint8).view(inputs[0].dtype)
     out = Placed(poison, offsets[-1]) if alias is None else sources[alias]
@@ -211,15 +215,15 @@ def test_out_may_be_any_source(op: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", "bfloat16", "complex128", "longdouble"])
-@pytest.mark.parametrize("k", [2, 4, 6])
-@pytest.mark.parametrize("offset", [0, 1, 16])
+@pytest.mark.parametrize("k", [2, 6])
+@pytest.mark.parametrize("offset", [0, 1, 16, 48])
 def test_large_result_that_is_streamed(dtype: str, k: int, offset: int) -> None:
-    n = (20 << 20) // as_dtype(dtype).itemsize + 5
+    n = (4 << 20) // as_dtype(dtype).itemsize + 37  # just above STREAM_FROM of csrc/fold.c
     small = make_inputs(dtype, k, 9973)
     inputs = [np.resize(a, n) for a in small]
     want = np.resize(oracle("SUM", small), n)
-    assert_same(fold_placed("SUM", dtype, inputs, [0] * k + [offset]), want)
-    assert_same(fold_placed("SUM", dtype, inputs, [offset] * k, k - 1), want)
+    alias = None if offset != 16 else k - 1  # never streamed then
+    assert_same(fold_placed("SUM", dtype, inputs, [0] * k + [offset], alias), want)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
@@ -228,7 +232,8 @@ def test_integers_wrap(dtype: str) -> None:
     top = np.full(37, info.max, dtype)
     two = np.full(37, 2, dtype)
     assert (ops.fold_arrays(ops.SUM, [top, two]) == np.array(info.min + 1 if info.min else 1, dtype)).all()
-    assert (ops.fold_arrays(ops.PROD, [top, top]) == 1).all()  # (2^m - 1)^2 = 1 modulo 2^m, and for signed modulo 2^(m-1)
+    # (2^m - 1)^2 = 1 modulo 2^m; signed: (2^(m-1) - 1)^2 = 1 modulo 2^m as well
+    assert (ops.fold_arrays(ops.PROD, [top, top]) == 1).all()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -244,11 +249,11 @@ def test_nan_propagates_from_every_place(dtype: str, op: str, k: int) -> None:
         assert nan.sum() == len(nan[::3])
 
 
-@pytest.mark.parametrize(("op", "winner"), [("MIN", 0), ("MAX", 0)])
+@pytest.mark.parametrize("op", ["MIN", "MAX"])
 @pytest.mark.parametrize("n", [1, 7, 40])
-def test_first_nan_wins_and_zeros_are_as_in_numpy(op: str, winner: int, n: int) -> None:
+def test_first_nan_wins_and_zeros_are_as_in_numpy(op: str, n: int) -> None:
     nans = [np.full(n, bits, np.uint32).view(np.float32) for bits in (0x7FC00001, 0x7FC00002, 0xFFC00003)]
-    assert_same(ops.fold_arrays(ops.OPS[op], nans), nans[winner])
+    assert_same(ops.fold_arrays(ops.OPS[op], nans), nans[0])
     zeros = [np.full(n, -0.0, np.float32), np.zeros(n, np.float32)]
     for pair in (zeros, zeros[::-1]):
         assert_same(ops.fold_arrays(ops.OPS[op], pair), UFUNCS[op](*pair))
@@ -259,7 +264,8 @@ def test_first_nan_wins_and_zeros_are_as_in_numpy(op: str, winner: int, n: int) 
 def test_narrow_floats_all_values(dtype: str, op: str) -> None:
     """Every 16-bit pattern, NaN and subnormals included, against every kind of partner."""
     every = np.arange(65536, dtype=np.uint16).view(as_dtype(dtype))
-    partners = np.array([0, -0.0, 1, -1, 0.5, 3e-5, 6e-8, 1e-40, 65504, 3e38, np.inf, -np.inf, np.nan], as_dtype(dtype))
+    tiny, huge = (6e-8, 65504) if dtype == "float16" else (1e-40, 3e38)
+    partners = np.array([0, -0.0, 1, -1, 0.5, 3e-5, tiny, huge, np.inf, -np.inf, np.nan], as_dtype(dtype))
     for partner in partners:
         other = np.full(65536, partner)
         for pair in ([every, other], [other, every], [every, other, every[::-1].copy()]):
@@ -335,7 +341,7 @@ def test_unsupported_dtype_says_what_to_do(dtype: Any, hint: str) -> None:
     assert hint in str(caught.value).split(". Supported are")[0]
 
 
-@pytest.mark.parametrize("name", ["byte", "short", "intc", "int_", "longlong", "intp", "ubyte", "ushort", "uintc", "uint"])
+@pytest.mark.parametrize("name", "byte short intc int_ longlong intp ubyte ushort uintc uint ulonglong".split())
 def test_aliases_of_c_integers_resolve(name: str) -> None:
     dtype = np.dtype(name)
     assert ops.dtype_code(dtype) == ops.DTYPES[f"{'u' if dtype.kind == 'u' else ''}int{8 * dtype.itemsize}"]
@@ -433,11 +439,18 @@ def test_mpi4py_constants_are_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_mpi4py_is_never_imported() -> None:
-    code = "import sys, pyreduce.ops as o; o.resolve_op('sum'); print([m for m in sys.modules if 'mpi4py' in m])"
-    code = f"import sys, types; sys.modules['mpi4py'] = None\n{code}"
+    # A stand-in for the package, so that pyreduce/__init__.py does not run: only what ops itself imports counts.
+    code = f"""
+import sys, types
+package = types.ModuleType("pyreduce")
+package.__path__ = {list(pyreduce.__path__)!r}
+sys.modules["pyreduce"] = package
+import pyreduce.ops
+pyreduce.ops.resolve_op("sum")
+print([name for name in sys.modules if name.startswith("mpi4py")])
+"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if "mpi4py" in result.stderr:
-        pytest.fail(result.stderr)
+    assert (result.stdout, result.stderr) == ("[]\n", "")
 
 
 def test_codes_become_exceptions() -> None:
@@ -480,14 +493,14 @@ def run_digests(isa: str) -> subprocess.CompletedProcess[str]:
 
 
 def print_digests() -> None:
-    """Print the instruction set and a digest of every pair's results; what test_versions_give_the_same_bits compares."""
+    """Print the instruction set and a digest of every pair's results, for test_versions_give_the_same_bits."""
     import hashlib
 
     print(ops.isa())
     for op, dtype in DEFINED:
         digest = hashlib.sha256()
-        for n in (1, 5, 16, 77, 1031, 2100):
-            for k in (1, 2, 3, 4, 5, 9):
+        for n in (1, 5, 77, 1031, 2100):
+            for k in (2, 3, 4, 9):
                 inputs = make_inputs(dtype, k, n)
                 if dtype in NARROW:  # any bits at all: NaNs, infinities, subnormals
                     rng = np.random.default_rng([n, k])
@@ -496,7 +509,10 @@ def print_digests() -> None:
                     for j, special in enumerate([np.nan, np.inf, -np.inf, -0.0, 1e-40, 5e-324]):
                         inputs[j % k][j::7] = special
                 result = ops.fold_arrays(ops.OPS[op], inputs)
-                digest.update(result.astype("f8").tobytes() if dtype == "longdouble" else result.tobytes())
+                if dtype not in ("bool", *INTEGERS):
+                    result = result.astype(np.complex128 if dtype in COMPLEXES else np.float64)
+                    result[np.isnan(result)] = np.nan  # which NaN survives a sum of several is not promised
+                digest.update(result.tobytes())
         print(op, dtype, digest.hexdigest())
 
 

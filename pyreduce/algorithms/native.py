@@ -3,17 +3,18 @@
 Source
     The MPI underneath.
 Cost
-    The MPI's, plus ceil(log2 P) empty messages a rank before it.
+    The MPI's nonblocking collective, plus ceil(log2 P) empty messages a rank before it.
 Restrictions
     No bfloat16 (but for AVG and allgather), no MIN and MAX of floats (MPI's need not propagate NaN), no vector longer
     than the message limit. The fold order is the MPI's secret.
 Best for
     Middling sizes, where the MPI's tuned C beats our Python rounds.
 
-An MPI collective cannot be watched from outside: once a rank is in, it waits without a deadline, and calls that do not
-match hang or give wrong results. So the ranks first agree, by the rounds below (the dissemination barrier of Hensgen,
-Finkel and Manber, 1988), whose messages carry the call's digest in their tags like all others; only when every rank has
-come with the same call do they enter the MPI's. With ``check="off"`` they enter at once.
+Calls that do not match hang inside an MPI or give wrong results. So the ranks first agree, by the rounds below (the
+dissemination barrier of Hensgen, Finkel and Manber, 1988), whose messages carry the call's digest in their tags like all
+others; only when every rank has come with the same call do they enter the MPI's. With ``check="off"`` they enter at once.
+The MPI's call is a nonblocking one, so that our waiting loop keeps its deadline and hears of peers that have given up: a
+rank which comes late can find every message of the agreement there, and nobody left.
 """
 
 from __future__ import annotations
@@ -66,35 +67,44 @@ class NativePlan:
 
 
 class NativeExecution:
-    """A native collective under way: agreement, then one call that does not return before it is done."""
+    """A native collective under way: agreement, then the MPI's nonblocking call."""
 
     def __init__(self, plan: NativePlan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> None:
         self._plan = plan
         self._comm = comm
         self._bases = bases
         self._agreement: Execution | None = plan.agreement.start(comm, bases, tag) if plan.agree else None
+        self._request: MPI.Request | None = None
         self._done = False
         self.moves = self.sent = self.received = 0
         self.talking = plan.agreement.talking if plan.agree else 0
 
     def advance(self) -> bool:
-        """Agree; when all have agreed, run the MPI's collective."""
+        """Agree; when all have agreed, start the MPI's collective; see whether it is done."""
         if self._done:
             return True
-        if self._agreement is not None:
-            agreed = self._agreement.advance()
-            self.moves = self._agreement.moves
-            if not agreed:
-                return False
-        self._call()
+        if self._request is None:
+            if self._agreement is not None:
+                agreed = self._agreement.advance()
+                self.moves = self._agreement.moves
+                if not agreed:
+                    return False
+            self._request = self._start()
+            self.moves += 1
+        if not self._request.Test():
+            return False
+        if self._plan.call.divides:
+            self._divide()
         self._done = True
         return True
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that have not agreed yet, and the round."""
-        return self._agreement.awaited() if self._agreement is not None else ([], 1)
+        if self._agreement is not None and self._request is None:
+            return self._agreement.awaited()
+        return [], self.talking + 1
 
-    def _call(self) -> None:
+    def _start(self) -> MPI.Request:
         plan, call, comm = self._plan, self._plan.call, self._comm
         source, target, _ = self._bases
         counts, total, size = call.counts, sum(call.counts), plan.work_dtype.itemsize
@@ -106,24 +116,21 @@ class NativeExecution:
                 sent = MPI.IN_PLACE
             received = MPI.buffer.fromaddress(target, total * size)
             if len(set(counts)) == 1:
-                comm.Allgather(sent, [received, nbytes[0], MPI.BYTE])
-            else:
-                comm.Allgatherv(sent, [received, nbytes, None, MPI.BYTE])
-            return
+                return comm.Iallgather(sent, [received, nbytes[0], MPI.BYTE])
+            return comm.Iallgatherv(sent, [received, nbytes, None, MPI.BYTE])
         vector: Any = [MPI.buffer.fromaddress(source, total * size), total, plan.datatype]
         if call.collective == "allreduce":
             result = [MPI.buffer.fromaddress(target, total * size), total, plan.datatype]
-            comm.Allreduce(MPI.IN_PLACE if source == target else vector, result, plan.op)
-            folded = total
-        else:
-            result = [MPI.buffer.fromaddress(target, own * size), own, plan.datatype]
-            if len(set(counts)) == 1:
-                comm.Reduce_scatter_block([vector[0], own, plan.datatype], result, plan.op)
-            else:
-                comm.Reduce_scatter(vector, result, list(counts), plan.op)
-            folded = own
-        if call.divides:
-            ops.divide(plan.kernel[1], folded, target, target, call.nranks)
+            return comm.Iallreduce(MPI.IN_PLACE if source == target else vector, result, plan.op)
+        result = [MPI.buffer.fromaddress(target, own * size), own, plan.datatype]
+        if len(set(counts)) == 1:
+            return comm.Ireduce_scatter_block([vector[0], own, plan.datatype], result, plan.op)
+        return comm.Ireduce_scatter(vector, result, list(counts), plan.op)
+
+    def _divide(self) -> None:
+        call, target = self._plan.call, self._bases[1]
+        folded = call.counts[call.rank] if call.collective == "reduce_scatter" else sum(call.counts)
+        ops.divide(self._plan.kernel[1], folded, target, target, call.nranks)
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
