@@ -41,11 +41,11 @@ enum pr_dtype {
     PR_DTYPE_COUNT
 };
 
-/* out[i] = ((s0[i] op s1[i]) op s2[i]) ... for i < n, in one pass over memory, for any k >= 1. out may be exactly one of
- * the sources, any of them; other overlaps are not allowed. Any alignment. Integers wrap; MIN and MAX propagate the first
- * NaN; logical ops give 0 or 1, also for k = 1, where every other op copies; float16 and bfloat16 are folded in float32 and
- * rounded once, to nearest even. All instruction sets give the same bits, but for which NaN a SUM or PROD of several
- * different NaNs becomes. */
+/* out[i] = ((s0[i] op s1[i]) op s2[i]) ... for i < n, in one pass over memory, for any k >= 1. out may be exactly one
+ * of the sources, any of them; other overlaps are not allowed. Any alignment. Integers wrap; MIN and MAX propagate the
+ * first NaN; logical ops give 0 or 1, also for k = 1, where every other op copies; float16 and bfloat16 are folded in
+ * float32 and rounded once, to nearest even. All instruction sets give the same bits, but for which NaN a SUM or PROD
+ * of several different NaNs becomes. */
 int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, int k);
 
 /* pr_fold of two sources: saves Python a list, a third of the cost of a call. */

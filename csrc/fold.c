@@ -19,7 +19,7 @@ static const unsigned char dtype_size[PR_DTYPE_COUNT] = {
 };
 
 #if defined(__x86_64__)
-enum { STREAM_FROM = 4 << 20, STREAM_TILE = 4096, LINE = 64 };
+enum { STREAM_FROM = 8 << 20, STREAM_TILE = 4096, LINE = 64 };
 
 static int may_stream(size_t n, size_t size, uintptr_t out, const uintptr_t *srcs, int k)
 {

@@ -218,6 +218,8 @@ AVX512 INLINE __m512 larger_avx512(__m512 a, __m512 b)
 {
     return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
 }
+/* GCC 12 makes vfmaddsub of this product in spite of -ffp-contract=off, which would round differently: no FMA here. */
+#define COMPLEX_PROD(T) prod_##T##_avx2
 #define ISA(name) name##_avx512
 #define ISA_NAME "avx512"
 #define TARGET AVX512

@@ -125,8 +125,11 @@ FOLD_SAME(bxor, u8, XOR)
 FOLD_FLOAT(f32)
 FOLD_FLOAT(f64)
 FOLD_FLOAT(ld)
+#ifndef COMPLEX_PROD
+#define COMPLEX_PROD(T) ISA(prod_##T)
 FOLD_SAME(prod_c64, c64, multiply_c64)
 FOLD_SAME(prod_c128, c128, multiply_c128)
+#endif
 FOLD(sum_half, u16, HALF_VALUE, HALF_WIDTH, 1, HALF_LOAD, HALF_STORE, ADD)
 FOLD(prod_half, u16, HALF_VALUE, HALF_WIDTH, 0, HALF_LOAD, HALF_STORE, MULTIPLY)
 FOLD(min_half, u16, HALF_VALUE, HALF_WIDTH, 0, HALF_LOAD, HALF_STORE, HALF_MIN)
@@ -153,7 +156,7 @@ static const struct pr_kernels ISA(kernels) = {
     .fold = {
         [PR_SUM] = {ROW_UNSIGNED(sum), ROW_FLOAT(sum)},
         [PR_PROD] = {ROW_UNSIGNED(prod), ROW_FLOAT(prod),
-                     [PR_COMPLEX64] = ISA(prod_c64), [PR_COMPLEX128] = ISA(prod_c128)},
+                     [PR_COMPLEX64] = COMPLEX_PROD(c64), [PR_COMPLEX128] = COMPLEX_PROD(c128)},
         [PR_MIN] = {[PR_BOOL] = ISA(land_u8), ROW_ORDERED(min), ROW_FLOAT(min)},
         [PR_MAX] = {[PR_BOOL] = ISA(lor_u8), ROW_ORDERED(max), ROW_FLOAT(max)},
         [PR_LAND] = {[PR_BOOL] = ISA(land_u8), ROW_UNSIGNED(land)},
@@ -180,6 +183,7 @@ static const struct pr_kernels ISA(kernels) = {
 #undef ISA
 #undef ISA_NAME
 #undef TARGET
+#undef COMPLEX_PROD
 #undef HALF_VALUE
 #undef HALF_WIDTH
 #undef HALF_LOAD

@@ -173,7 +173,7 @@ class Communicator:
 
         A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find it.
         """
-        if self._comm is not None and self._peers.broken is None and not MPI.Is_finalized():
+        if self._comm is not None and not MPI.Is_finalized() and self._peers.drain(self._settings.timeout):
             self._comm.Free()
         self._comm = None
         self._plans.clear()
@@ -449,6 +449,7 @@ class Communicator:
             peers.check_notices(call, number)
         if self._settings.check == "full" and self.size > 1:
             self._compare_calls(call, number, timeout)
+            self._number = number = number + 1  # the comparison was a call of its own
         scratch = self._scratch_of(plan.scratch_bytes)
         bases = (arrays.address(pair[0]), arrays.address(pair[1]), arrays.address(scratch))
         tag = self._tags.tag(digest, number)

@@ -1,8 +1,8 @@
 """Reduction ops, the dtypes they are defined for, and the fold: the Python face of the C kernels.
 
 There is one table of ops (`OPS`), one of dtypes (`DTYPES`), and one of the pairs that are refused (`_refuse_pair`);
-`kernel` answers for a pair with the codes that `fold` wants, or with a `TypeError` that says what to do instead. `check`
-is the only place where a code of the C core becomes an exception.
+`kernel` answers for a pair with the codes that `fold` wants, or with a `TypeError` that says what to do instead.
+`check` is the only place where a code of the C core becomes an exception.
 
 Nothing here needs MPI: mpi4py's op constants are recognised if mpi4py is loaded already, and never imported.
 """
@@ -309,9 +309,7 @@ def divide(dtype: int, n: int, out: int, src: int, divisor: float) -> None:
     check(lib.pr_divide(dtype, n, out, src, divisor))
 
 
-def fold_arrays(
-    op: Op, arrays: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any] | None = None
-) -> npt.NDArray[Any]:
+def fold_arrays(op: Op, arrays: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
     """Fold whole arrays in order; the fold that `simulate` and the tests use.
 
     Parameters

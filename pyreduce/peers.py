@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
 from mpi4py import MPI
 
 from pyreduce.calls import Call, Fingerprint, compare
@@ -119,6 +120,8 @@ class Peers:
         self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
         self._sending: list[MPI.Request] = []
         self._arriving: list[tuple[int, MPI.Request]] = []
+        self._sent_to = np.zeros(self.size, np.int64)
+        self._heard_from = np.zeros(self.size, np.int64)
         self._status = MPI.Status()
 
     def check_usable(self) -> None:
@@ -200,6 +203,7 @@ class Peers:
         for target in range(self.size) if peer is None else (peer,):
             if target != self.rank:
                 self._sending.append(self.comm.isend(notice, target, NOTICE_TAG))
+                self._sent_to[target] += 1
 
     def hear(self, number: int, call: Call, round_number: int) -> None:
         """Take in notices that have arrived; answer queries."""
@@ -224,10 +228,32 @@ class Peers:
             done, notice = request.test()
             if done:
                 found.append((source, notice))
+                self._heard_from[source] += 1
             else:
                 arriving.append((source, request))
         self._arriving = arriving
         return found
+
+    def drain(self, timeout: float | None) -> bool:
+        """Take in every notice that was ever sent here; collective. Whether the communicator may be freed.
+
+        Before a communicator is freed no message of it may be left: MPIs give its context to the next one made, which
+        would receive them. Peers that have left it, or do not come, are not waited for: then it is kept.
+        """
+        if self.broken is not None:
+            return False
+        expected = np.full(self.size, -1, np.int64)
+        request = self.comm.Ialltoall(self._sent_to, expected)
+        end = perf_counter() + (timeout if timeout is not None else self.warn_seconds)
+        while not request.Test() or (self._heard_from < expected).any() or not MPI.Request.Testall(self._sending):
+            gone = [source for source, notice in self._arrived() if notice.kind not in QUIET]
+            if gone or perf_counter() > end:
+                if not gone:
+                    log.warning("close (rank %d of %d): not all ranks close; the communicator is kept", self.rank, self.size)
+                _keep_for_ever((request, expected, self))
+                return False
+            os.sched_yield()
+        return True
 
     def trouble(self, number: int, fingerprint: Fingerprint) -> Notice | None:
         """A pending notice that means call `number` cannot end well."""
@@ -272,6 +298,10 @@ class Peers:
             told = "; ".join(f"rank {r} left call {n.number} by {n.detail}" for r, n in sorted(left.items()))
             return BrokenCommunicatorError(f"{where}: {told}")
         gave_up = sorted(rank for rank, notice in heard.items() if notice.kind == "timeout")
+        if not gave_up:
+            apart = {rank: notice.number for rank, notice in heard.items() if notice.number != number}
+            told = "; ".join(f"rank {rank} is in call {other}" for rank, other in sorted(apart.items()))
+            return BrokenCommunicatorError(f"{where}: the ranks are out of step: {told or 'no rank says why'}")
         details = ", ".join(sorted({heard[rank].detail for rank in gave_up}))
         if silent:
             waited = f"; rank {self.rank} was in round {round_number}"
@@ -338,7 +368,7 @@ class _Wait:
                 peers.fail("timeout", call, number, self.started, f"gave up after {self.timeout:g} s")
         elif not self.warned and now - idle_since > peers.warn_seconds:
             self.warn(now - idle_since, round_number, awaited)
-        if not self.asked and now - idle_since > QUERY_AFTER:
+        if not self.asked and now - idle_since > min(QUERY_AFTER, peers.warn_seconds / 2):
             self.asked = True
             peers._tell(Notice("query", number, call.fingerprint(), round_number, ""))
 

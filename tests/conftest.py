@@ -122,6 +122,7 @@ exchange: Exchange | None = None
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     global exchange
+    config.addinivalue_line("markers", "ranks(P, ...): the numbers of ranks that `comm` has in a test, if there are so many")
     if SIZE == 1:
         return
     exchange = Exchange(os.dup(sys.__stderr__.fileno()))
@@ -186,7 +187,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "comm" in metafunc.fixturenames:
-        sizes = sorted({*range(1, min(SIZE, 4) + 1), SIZE})
+        marker = metafunc.definition.get_closest_marker("ranks")
+        sizes = [P for P in marker.args if P <= SIZE] if marker else sorted({*range(1, min(SIZE, 4) + 1), SIZE})
         metafunc.parametrize("comm", sizes, indirect=True, ids=[f"P{size}" for size in sizes], scope="session")
 
 

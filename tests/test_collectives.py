@@ -135,7 +135,7 @@ def test_broadcast_input(communicator: pr.Communicator, collective: str, algorit
     for _ in range(2):
         got = call(communicator, collective, spread[rank], algorithm=algorithm)
         if collective == "allgather":
-            assert_same(got, np.concatenate(spread))
+            assert_same(got, np.concatenate([x.copy() for x in spread]))
         else:
             want = sum(spread[1:], spread[0].copy())
             assert_same(got, want if collective == "allreduce" else want[2 * rank : 2 * rank + 2])

@@ -100,8 +100,8 @@ def _make_parser() -> _Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-b", "--begin", type=parse_size, metavar="SIZE", help="smallest vector (default: down from the largest as long as it has "
-        f"{SMALLEST} bytes)")
+    add("-b", "--begin", type=parse_size, metavar="SIZE",
+        help=f"smallest vector (default: by the factor down from the largest, to {SMALLEST} bytes or so)")  # fmt: skip
     add("-e", "--end", type=parse_size, metavar="SIZE", help=f"largest vector (default {format_size(END)})")
     add("-f", "--factor", type=_at_least(2), default=FACTOR, metavar="N", help="size by size (default %(default)s)")
     add("--collective", action="append", type=_names("collective", CASES), metavar="NAME[,NAME]",
@@ -109,8 +109,10 @@ def _make_parser() -> _Parser:
     add("--algorithm", action="append", type=_names("algorithm", [AUTO, *algorithms.names()]), metavar="NAME[,NAME]",
         help=f"{AUTO} (what the library chooses), {', '.join(algorithms.names())}; default: {AUTO},ring. "
         "native, the MPI's own collective, is always there to compare with")  # fmt: skip
-    add("--op", type=str.upper, choices=list(ops.OPS), default="SUM", help="default SUM")
-    add("--dtype", choices=list(ops.DTYPES), default="float32", help="default float32")
+    add("--op", type=str.upper, choices=list(ops.OPS), default="SUM", metavar="OP",
+        help=f"{', '.join(ops.OPS)}; default SUM")  # fmt: skip
+    add("--dtype", choices=list(ops.DTYPES), default="float32", metavar="DTYPE",
+        help=f"{', '.join(ops.DTYPES)}; default float32")  # fmt: skip
     add("--iters", type=_at_least(1), metavar="N", help="timed calls a row (default: as many as fit a time budget)")
     add("--warmup", type=_at_least(0), default=1, metavar="N", help="untimed calls a row (default %(default)s)")
     add("--sync", choices=["barrier", "none"], default="barrier",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Report", "make_report"]
 
 COLUMNS = ("time us", "algbw", "busbw", "ratio", "#wrong")
-WIDTHS = (10, 8, 8, 7, 7)
+WIDTHS = (10, 9, 9, 7, 8)
 SLOWER, FASTER = 0.95, 1.05  # between, the ratio is noise
 
 
@@ -130,27 +130,29 @@ class RichReport:
     def _table(self, rows: Sequence[Row]) -> Table:
         from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        wide = self._console.width >= 112
-        shown = [index for index, name in enumerate(COLUMNS) if wide or name != "algbw"]
+        shown = self._columns()
         table = Table(title=self._title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("size", justify="right")
+        table.add_column("size", justify="right", no_wrap=True)
         table.add_column("algorithm", no_wrap=True)
-        for place in ("", "in place\n"):
+        for place in ("out of place", "in place"):
             for index in shown:
-                first = "out of place\n" if index == 0 and not place else place if index == 0 else "\n"
-                table.add_column(first + COLUMNS[index], justify="right", no_wrap=True)
-        last = -1
-        for row in rows:
+                table.add_column(f"{place if index == 0 else ''}\n{COLUMNS[index]}", justify="right", no_wrap=True)
+        for row, after in zip(rows, [*rows[1:], None], strict=True):
             cells = [_styled(cell)[index] for cell in (row.out_of_place, row.in_place) for index in shown]
-            if row.nbytes != last and last >= 0:
-                table.add_section()
-            table.add_row(format_size(row.nbytes) if row.nbytes != last else "", _name(row), *cells)
-            last = row.nbytes
-        remarks = [remark for row in rows for remark in _remarks(row, f"{format_size(row.nbytes)} ")]
-        table.caption = "\n".join(remarks) or None
-        table.caption_justify = "left"
+            last = after is not None and after.nbytes != row.nbytes
+            table.add_row(format_size(row.nbytes), _name(row), *cells, end_section=last)
+        remarks = dict.fromkeys(remark for row in rows for remark in _remarks(row, ""))
+        table.caption = Text("\n".join(remarks), justify="left") if remarks else None
         return table
+
+    def _columns(self) -> list[int]:
+        """The columns that fit the terminal."""
+        hidden = {"algbw"} if self._console.width < 114 else set()
+        if self._console.width < 96:
+            hidden.add("busbw")
+        return [index for index, name in enumerate(COLUMNS) if name not in hidden]
 
 
 def make_report(comm_rank: int) -> Report:
@@ -183,7 +185,11 @@ def _figures(cell: Cell) -> list[str]:
     if cell.median_us is None or cell.algbw is None or cell.busbw is None:
         return ["-", "-", "-", "-", wrong]
     ratio = "-" if cell.ratio is None else f"{cell.ratio:.2f}"
-    return [f"{cell.median_us:.1f}", f"{cell.algbw:.3f}", f"{cell.busbw:.3f}", ratio, wrong]
+    return [f"{cell.median_us:.1f}", _bandwidth(cell.algbw), _bandwidth(cell.busbw), ratio, wrong]
+
+
+def _bandwidth(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.01 or value == 0 else f"{value:.2g}"
 
 
 def _plain(cell: Cell) -> str:
@@ -204,7 +210,7 @@ def _remarks(row: Row, lead: str) -> list[str]:
     troubles: dict[str, list[str]] = {}
     for place, cell in (("out of place", row.out_of_place), ("in place", row.in_place)):
         if cell.trouble is not None:
-            verb = "not served" if cell.trouble.refused else "FAILED"
+            verb = "not served" if cell.trouble.refused else f"FAILED at {format_size(row.nbytes)}"
             troubles.setdefault(f"{verb}: {cell.trouble.text}", []).append(place)
-    return [f"{lead}{_name(row)}, {' and '.join(places)}: {text}".replace("\n", "\n#     ")
+    return [f"{lead}{_name(row)}, {' and '.join(places)}: {text}".replace("\n", f"\n{lead}  ")
             for text, places in troubles.items()]  # fmt: skip

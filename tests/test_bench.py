@@ -1,0 +1,256 @@
+"""The benchmark: its arithmetic without MPI, and small runs of it on all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyreduce import ops
+
+pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
+
+import pyreduce as pr
+from pyreduce.bench import files, values
+from pyreduce.bench.__main__ import main
+from pyreduce.bench.cases import CASES, Problem, bus_factor
+from pyreduce.bench.options import UsageError, as_dtype, format_size, parse_size, read_options, sizes
+
+TINY = ["-b", "0", "-e", "100", "-f", "25", "--iters", "2"]  # 0, 4 and, not divisible by 4 ranks, 100 bytes
+
+
+def defined(op: str, dtype: str) -> bool:
+    try:
+        ops.kernel(ops.OPS[op], as_dtype(dtype))
+    except TypeError:
+        return False
+    return True
+
+
+PAIRS = [(op, dtype) for op in ops.OPS for dtype in ops.DTYPES if defined(op, dtype)]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8", 8), ("0", 0), ("64K", 65536), ("64k", 65536), ("32M", 32 << 20), ("1G", 1 << 30), ("2KiB", 2048), ("7B", 7)],
+)
+def test_parse_size(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5M", "1X", "8 bytes"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="not a size"):
+        parse_size(text)
+
+
+def test_sizes() -> None:
+    assert sizes(8, 64, 2, 4) == (8, 16, 32, 64)
+    assert sizes(8, 60, 2, 4) == (8, 16, 32)
+    assert sizes(0, 64, 4, 8) == (0, 8, 32)
+    assert sizes(1, 20, 2, 4) == (0, 4, 8, 16)
+    assert sizes(100, 100, 2, 8) == (96,)
+
+
+def test_default_sizes_end_at_the_end() -> None:
+    assert read_options([]).sizes == (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+    assert read_options(["-e", "32M"]).sizes[-1] == 32 << 20
+    assert read_options(["-e", "64"]).sizes == (64,)
+    assert read_options(["-b", "64M"]).sizes == (64 << 20,)
+
+
+def test_options_collect_names() -> None:
+    options = read_options(["--algorithm", "native,naive", "--algorithm", "auto,naive", "--collective", "allreduce"])
+    assert options.algorithms == ("naive", "auto")
+    assert options.collectives == ("allreduce",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--algorithm", "rong"], "no algorithm is called 'rong'; there are auto, naive, ring, .*native"),
+        (["--collective", "bcast"], "no collective is called 'bcast'"),
+        (["--op", "LAND"], "LAND is not defined for dtype float32"),
+        (["--op", "mean"], "invalid choice"),
+        (["--dtype", "float8"], "invalid choice"),
+        (["-b", "2K", "-e", "1K"], "--begin 2K is more than --end 1K"),
+        (["--factor", "1"], "at least 2"),
+        (["--iters", "0"], "at least 1"),
+        (["--rotate", "x"], "at least 1"),
+        (["--warm", "3"], "unrecognized"),
+    ],
+)
+def test_wrong_arguments(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_options(argv)
+
+
+def test_bus_factor() -> None:
+    assert bus_factor(CASES["allreduce"], 4) == 1.5
+    assert bus_factor(CASES["reduce_scatter"], 4) == bus_factor(CASES["allgather"], 4) == 0.75
+    assert bus_factor(CASES["allreduce"], 1) == 0
+
+
+@pytest.mark.parametrize("nranks", [1, 4, 300])
+@pytest.mark.parametrize(("op", "dtype"), PAIRS)
+def test_results_do_not_depend_on_fold_order(op: str, dtype: str, nranks: int) -> None:
+    kind, start, stop = as_dtype(dtype), 5, 205
+    given = [values.inputs(ops.OPS[op], kind, nranks, rank, start, stop) for rank in range(nranks)]
+    result = values.results(ops.OPS[op], kind, nranks, start, stop)
+    assert {array.dtype for array in [*given, result]} == {kind}
+    assert np.array_equal(ops.fold_arrays(ops.OPS[op], given), result)
+    assert np.array_equal(ops.fold_arrays(ops.OPS[op], given[::-1]), result)
+    if nranks == 4:  # and it takes part whether each rank's contribution arrives
+        for rank in range(nranks):
+            others = ops.fold_arrays(ops.OPS[op], [*given[:rank], *given[rank + 1 :]])
+            assert not np.array_equal(others, result), f"rank {rank} does not matter"
+
+
+@pytest.mark.parametrize("dtype", ops.DTYPES)
+def test_gathered_inputs_differ(dtype: str) -> None:
+    arrays = [values.inputs(None, as_dtype(dtype), 3, rank, 0, 1000) for rank in range(3)]
+    assert len({array.tobytes() for array in arrays}) == 3
+    assert np.array_equal(values.inputs(None, as_dtype(dtype), 3, 1, 300, 400), arrays[1][300:400])
+
+
+def test_expected_blocks() -> None:
+    problems = [Problem(11, pr.SUM, np.dtype(np.float32), 3, rank) for rank in range(3)]
+    vectors = [problem.inputs(0, 11) for problem in problems]
+    total = functools.reduce(np.add, vectors)
+    blocks = np.array_split(total, 3)
+    for problem in problems:
+        assert np.array_equal(CASES["allreduce"].expected(problem), total)
+        assert np.array_equal(CASES["reduce_scatter"].expected(problem), blocks[problem.rank])
+        own = [CASES["allgather"].inputs(one, one.own.start, one.own.stop) for one in problems]
+        assert np.array_equal(CASES["allgather"].expected(problem), np.concatenate(own))
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert "pip install pyreduce[bench]" in (files.check_files(read_options(["--plot", "x.png"])) or "")
+
+
+def test_unwritable_files(tmp_path: Any) -> None:
+    assert files.check_files(read_options(["--json", str(tmp_path / "none" / "x.json")])) is not None
+    assert files.check_files(read_options(["--json", str(tmp_path)])) is not None
+    assert files.check_files(read_options(["--json", str(tmp_path / "x.json")])) is None
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_tiny_run(comm: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    assert main([*TINY, "--json", str(path), "--algorithm", "auto,ring,naive"], comm) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    if comm.rank > 0:
+        assert printed.out == ""
+        return
+    assert "# wrong elements: 0" in printed.out
+    content = json.loads(path.read_text())
+    assert content["machine"]["ranks"] == comm.size
+    assert len(content["rows"]) == 3 * 3 * 4
+    for row in content["rows"]:
+        for cell in (row["out_of_place"], row["in_place"]):
+            assert cell["wrong"] == 0
+            assert cell["iterations"] == 2
+            assert 0 < cell["min_us"] <= cell["median_us"] <= cell["p99_us"]
+            assert cell["ratio"] > 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--op", "AVG", "--dtype", "float16", "--sync", "none", "--rotate", "3"],
+        ["--op", "MAX", "--dtype", "bool"],
+        ["--op", "PROD", "--dtype", "complex64", "--warmup", "0"],
+        ["--op", "AVG", "--dtype", "complex128"],
+        ["--op", "BXOR", "--dtype", "uint8"],
+    ],
+    ids=lambda argv: "-".join(word for word in argv if not word.startswith("-")),
+)
+def test_run_of(comm: Any, argv: list[str]) -> None:
+    assert main([*TINY, *argv], comm) == 0
+
+
+def test_what_native_lacks_is_said(comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--dtype", "bfloat16", "--collective", "allreduce"], comm) == 0
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        assert "not served: MPI has no bfloat16" in printed
+        assert "# wrong elements: 0" in printed
+
+
+def test_wrong_result_is_counted(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = pr.Communicator.allreduce
+
+    def wrong_on_last_rank(self: pr.Communicator, sendbuf: Any, recvbuf: Any, **options: Any) -> Any:
+        result = right(self, sendbuf, recvbuf, **options)
+        if self.rank == self.size - 1:
+            result[3] += 1
+        return result
+
+    monkeypatch.setattr(pr.Communicator, "allreduce", wrong_on_last_rank)
+    argv = ["-b", "64", "-e", "64", "--iters", "1", "--algorithm", "ring"]
+    assert main(argv, comm) == 1
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        assert "# wrong elements: 4\n" in printed  # out of place and in place, before and after timing
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "allgather"])
+def test_written_input_is_counted(comm: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    right = getattr(pr.Communicator, name)
+
+    def spoiling(self: pr.Communicator, sendbuf: Any, recvbuf: Any, **options: Any) -> Any:
+        result = right(self, sendbuf, recvbuf, **options)
+        if sendbuf is not pr.IN_PLACE:
+            sendbuf[-1:] += 1
+        return result
+
+    monkeypatch.setattr(pr.Communicator, name, spoiling)
+    assert main(["-b", "64", "-e", "64", "--iters", "1", "--collective", name], comm) == 1
+
+
+def test_failure_on_one_rank_is_reported(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = pr.Communicator.allgather
+
+    def failing_on_last_rank(self: pr.Communicator, *args: Any, **options: Any) -> Any:
+        result = right(self, *args, **options)
+        if self.rank == self.size - 1:
+            raise RuntimeError("out of luck")
+        return result
+
+    monkeypatch.setattr(pr.Communicator, "allgather", failing_on_last_rank)
+    assert main([*TINY, "--collective", "allgather"], comm) == 1
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        assert f"RuntimeError: out of luck (rank {comm.size - 1} of {comm.size})" in printed
+
+
+def test_usage_error_is_printed_once(comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--algorithm", "rong"], comm) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("no algorithm is called 'rong'" in printed.err) == (comm.rank == 0)
+
+
+def test_help(comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"], comm) == 0
+    assert ("--collective" in capsys.readouterr().out) == (comm.rank == 0)
+
+
+def test_plot(comm: Any, tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bench.png"
+    assert main([*TINY, "--plot", str(path)], comm) == 0
+    if comm.rank == 0:
+        assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,67 @@
+"""Nothing grows: memory over 10,000 calls and over 1,000 communicators."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+
+import pyreduce as pr
+
+CALLS, COMMUNICATORS = 10_000, 1_000
+ALLOWED = 2 << 20  # bytes after warm-up
+
+
+def resident() -> int:
+    """Resident memory of this process, in bytes."""
+    gc.collect()
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def make_calls(k: pr.Communicator, calls: int) -> None:
+    """Calls of all kinds, sizes and algorithms, out of place, in place, strided, failing locally."""
+    for i in range(calls):
+        n = 1 + i * 37 % 500
+        x = np.arange(float(n))
+        algorithm = ("naive", "ring", "native", None)[i % 4]
+        match i % 5:
+            case 0:
+                k.allreduce(x, algorithm=algorithm)
+            case 1:
+                k.allreduce(pr.IN_PLACE, x, op=pr.AVG, algorithm=algorithm)
+            case 2:
+                k.reduce_scatter(x[::2], algorithm=algorithm)
+            case 3:
+                k.allgather(x[: n // 2], algorithm=algorithm)
+            case 4:
+                try:
+                    k.allreduce(x, np.empty(n + 1))
+                except ValueError:
+                    continue
+
+
+def test_memory_is_flat_over_many_calls(world):
+    with pr.Communicator(world, segment_bytes=512) as k:
+        make_calls(k, CALLS // 4)
+        before = resident()
+        make_calls(k, CALLS)
+        assert resident() - before < ALLOWED
+
+
+def test_memory_is_flat_over_many_communicators(world):
+    def make_communicators(number: int) -> None:
+        for i in range(number):
+            if i % 2:
+                with pr.Communicator(world) as k:
+                    k.allreduce(np.ones(10), algorithm="ring")
+            else:
+                duplicate = world.Dup()
+                pr.allreduce(np.ones(10), comm=duplicate, algorithm="naive")
+                duplicate.Free()
+
+    make_communicators(COMMUNICATORS // 4)
+    before = resident()
+    make_communicators(COMMUNICATORS)
+    assert resident() - before < ALLOWED
