@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyreduce import algorithms
 from pyreduce.algorithms import register_algorithm
+from pyreduce.arguments import IN_PLACE
 from pyreduce.errors import (
     AlgorithmError,
     BrokenCommunicatorError,
@@ -23,7 +24,7 @@ from pyreduce.programs import Copy, Fold, Program, Recv, Send, place_input, plac
 
 if TYPE_CHECKING:
     from pyreduce.collectives import allgather, allreduce, reduce_scatter
-    from pyreduce.communicator import IN_PLACE, Communicator, Stats
+    from pyreduce.communicator import Communicator, Stats
 
 __version__ = "0.1.0"
 
@@ -65,7 +66,6 @@ __all__ = [
 ]
 
 _NEEDS_MPI = {
-    "IN_PLACE": "pyreduce.communicator",
     "Communicator": "pyreduce.communicator",
     "Stats": "pyreduce.communicator",
     "allgather": "pyreduce.collectives",

@@ -18,7 +18,8 @@ Array = NDArray[Any]
 def as_array(x: Any, name: str) -> Array:
     """`x` as an ndarray over the same memory.
 
-    Takes what NumPy can view without a copy: ndarrays, ``__array_interface__``, DLPack on the CPU (torch tensors too).
+    Takes what NumPy can view without a copy: ndarrays, ``__array_interface__``, DLPack on the CPU (torch tensors too);
+    and plain numbers, as 0-dimensional arrays.
 
     Raises
     ------
@@ -27,6 +28,8 @@ def as_array(x: Any, name: str) -> Array:
     """
     if type(x) is np.ndarray:
         return x
+    if isinstance(x, bool | int | float | complex):
+        return np.asarray(x)
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} is a masked array, whose mask would be lost; pass x.filled(value)")
     if isinstance(x, np.ndarray):
@@ -64,6 +67,8 @@ def _from_dlpack(x: Any) -> Array:
 
 def as_output(x: Any, name: str) -> Array:
     """`as_array`, and writable, and no element lying over another."""
+    if isinstance(x, bool | int | float | complex):
+        raise TypeError(f"{name} is a plain number, which cannot be written to; pass an array")
     array = as_array(x, name)
     if not array.flags.writeable:
         raise ValueError(f"{name} is read-only")
@@ -109,6 +114,6 @@ def overlaps(one: Array, other: Array) -> bool:
     if not np.may_share_memory(one, other):
         return False
     try:
-        return np.shares_memory(one, other, max_work=100_000)
+        return np.shares_memory(one, other, max_work=100_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

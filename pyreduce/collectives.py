@@ -8,7 +8,8 @@ from typing import Any
 from mpi4py import MPI
 
 from pyreduce.arrays import Array
-from pyreduce.communicator import Communicator, check_comm
+from pyreduce.communicator import Communicator
+from pyreduce.launcher import check_comm
 from pyreduce.ops import SUM, Op
 
 __all__ = ["allgather", "allreduce", "reduce_scatter"]
@@ -27,10 +28,11 @@ def cached_communicator(comm: MPI.Intracomm | None) -> Communicator:
     comm = check_comm(comm)
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_close)
-    cached: Communicator | None = comm.Get_attr(_keyval)
+    cached: Any = comm.Get_attr(_keyval)
     if cached is None:
         cached = Communicator(comm)
         comm.Set_attr(_keyval, cached)
+    assert isinstance(cached, Communicator)
     return cached
 
 

@@ -1,30 +1,30 @@
 """The front door: `Communicator`, and the one path that every collective call takes.
 
 A call goes through here in this order: arguments are checked on this rank alone, before any communication
-(`_Arguments`); its plan is looked up or made (`_plan_for`); it gets its number and is run under the waiting loop
-(`_run`); strided results are unpacked.
+(`pyreduce.arguments`); its plan is looked up or made (`_plan_for`); it gets its number and is run under the waiting
+loop (`_run`); strided results are unpacked.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from pyreduce import algorithms, arrays, ops
 from pyreduce.algorithms.native import NativePlan
+from pyreduce.arguments import IN_PLACE, Arguments, check_arguments, check_block
 from pyreduce.arrays import Array
-from pyreduce.blocks import check_counts, offsets, partition
 from pyreduce.calls import Call
 from pyreduce.execute import Plan, Tags
+from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
 from pyreduce.ops import SUM, Op, resolve_op
 from pyreduce.peers import Peers, log
 from pyreduce.selection import check_algorithm, choose
@@ -36,17 +36,6 @@ PLANS_KEPT = 256
 SCRATCH_KEPT = 64 << 20
 AWAY_SECONDS = 0.05  # after a longer pause a rank looks for notices before it joins a call
 RECORD_BYTES = 512  # what check="full" exchanges: digest and call site
-
-
-class _InPlace:
-    """The type of `IN_PLACE`."""
-
-    def __repr__(self) -> str:
-        return "pyreduce.IN_PLACE"
-
-
-IN_PLACE = _InPlace()
-"""Given as the input: take it from the output's buffer. ``mpi4py.MPI.IN_PLACE`` is accepted too."""
 
 
 @dataclass(slots=True)
@@ -70,17 +59,6 @@ class Stats:
     bytes_sent: int = 0
     bytes_received: int = 0
     wait_seconds: float = 0.0
-
-
-class _Arguments(NamedTuple):
-    """A call's arguments, checked on this rank alone."""
-
-    vector: Array  # what this rank puts in
-    result: Array | None  # what is written, in the user's buffer; None to allocate
-    shape: tuple[int, ...]  # of the result
-    rows: tuple[int, ...]  # rows of each block
-    row_shape: tuple[int, ...]
-    in_place: bool
 
 
 class Communicator:
@@ -144,14 +122,14 @@ class Communicator:
             algorithms.get(algorithm)
         self._algorithm = algorithm
         self._deterministic = bool(deterministic)
-        warn_if_foreign_launcher(comm)
+        warn_if_foreign_launcher()
         self._comm: MPI.Intracomm | None = comm.Dup()
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.stats: dict[tuple[str, str], Stats] = {}
         self._peers = Peers(self._comm, self._settings.warn_seconds)
-        self._tags = Tags(self._comm.Get_attr(MPI.TAG_UB))
+        self._tags = Tags(largest_tag())
         self._number = 0
         self._last = perf_counter()
         self._plans: dict[Any, tuple[Plan | NativePlan, int | None]] = {}
@@ -171,7 +149,8 @@ class Communicator:
     def close(self) -> None:
         """Free the duplicate communicator; collective, and harmless when repeated.
 
-        A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find it.
+        A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find
+        it.
         """
         if self._comm is not None and not MPI.Is_finalized() and self._peers.drain(self._settings.timeout):
             self._comm.Free()
@@ -193,9 +172,9 @@ class Communicator:
 
         Parameters
         ----------
-        sendbuf : array_like, shape (rows, ...)
+        sendbuf : array, shape (rows, ...)
             This rank's vector, or `IN_PLACE`.
-        recvbuf : array_like, shape (counts[rank], ...), optional
+        recvbuf : array, shape (counts[rank], ...), optional
             Where the block goes; allocated if None. In place it holds the whole vector, and the block ends up at its
             front, the rest unchanged.
         op : Op or str
@@ -232,9 +211,9 @@ class Communicator:
 
         Parameters
         ----------
-        sendbuf : array_like, shape (counts[rank], ...)
+        sendbuf : array, shape (counts[rank], ...)
             This rank's block, or `IN_PLACE`: the block lies at its place in `recvbuf`.
-        recvbuf : array_like, shape (sum(counts), ...), optional
+        recvbuf : array, shape (sum(counts), ...), optional
             Allocated if None.
         counts : sequence of int, optional
             Rows of every rank's block. Default: with `recvbuf`, its rows cut as `numpy.array_split` cuts; without, the
@@ -268,9 +247,9 @@ class Communicator:
 
         Parameters
         ----------
-        sendbuf : array_like
+        sendbuf : array or number
             This rank's vector, any shape, or `IN_PLACE`.
-        recvbuf : array_like, optional
+        recvbuf : array, optional
             Of the same shape; allocated if None.
         op : Op or str
         algorithm : str, optional
@@ -307,7 +286,7 @@ class Communicator:
             resolved = None if op is None else resolve_op(op)
             if collective == "allgather" and recvbuf is None and counts is None:
                 counts = self._agree_on_counts(sendbuf, algorithm, timeout)
-            arguments = self._check_arguments(collective, sendbuf, recvbuf, counts)
+            arguments = check_arguments(collective, sendbuf, recvbuf, counts, self.size, self.rank)
             plan, digest = self._plan_for(collective, arguments, resolved, algorithm)
         except (TypeError, ValueError) as error:
             raise self._worded(collective, error) from None
@@ -320,47 +299,12 @@ class Communicator:
             text = f"{collective}: {text}"
         return type(error)(f"{text} (rank {self.rank} of {self.size})")
 
-    def _check_arguments(
-        self, collective: str, sendbuf: Any, recvbuf: Any, counts: Sequence[int] | None
-    ) -> _Arguments:
-        """Everything that can be wrong on this rank alone, and where input and output lie."""
-        in_place = sendbuf is IN_PLACE or sendbuf is MPI.IN_PLACE
-        output = None if recvbuf is None else arrays.as_output(recvbuf, "recvbuf")
-        if in_place:
-            if output is None:
-                raise ValueError("IN_PLACE needs recvbuf, which holds the input")
-            vector = output
-        else:
-            vector = arrays.as_array(sendbuf, "sendbuf")
-            if output is not None:
-                if vector.dtype != output.dtype:
-                    raise TypeError(f"sendbuf is {vector.dtype}, recvbuf is {output.dtype}; they must be the same")
-                in_place = collective != "allgather" and arrays.same_array(vector, output)
-                if not in_place and arrays.overlaps(vector, output):
-                    raise ValueError("sendbuf and recvbuf overlap; pass the same array twice, or IN_PLACE, or a copy")
-        ops.dtype_code(vector.dtype)
-        if collective == "allreduce":
-            return _allreduce_arguments(vector, output, in_place, self.size)
-        if vector.ndim == 0:
-            raise ValueError("sendbuf is 0-dimensional and has no rows; pass x.reshape(1)")
-        if output is not None and output.shape[1:] != vector.shape[1:]:
-            raise ValueError(f"rows of sendbuf are {vector.shape[1:]}, rows of recvbuf are {output.shape[1:]}")
-        rows = None if counts is None else check_counts(counts, self.size)
-        if collective == "reduce_scatter":
-            return _reduce_scatter_arguments(vector, output, in_place, rows, self.size, self.rank)
-        return _allgather_arguments(vector, output, in_place, rows, self.size, self.rank)
-
     def _agree_on_counts(self, sendbuf: Any, algorithm: str | None, timeout: float | None) -> tuple[int, ...]:
         """An allgather without lengths: first gather everybody's rows."""
-        if sendbuf is IN_PLACE or sendbuf is MPI.IN_PLACE:
-            raise ValueError("IN_PLACE needs recvbuf, which holds the input")
-        vector = arrays.as_array(sendbuf, "sendbuf")
-        ops.dtype_code(vector.dtype)
-        if vector.ndim == 0:
-            raise ValueError("sendbuf is 0-dimensional and has no rows; pass x.reshape(1)")
+        vector = check_block(sendbuf)
         if algorithm is not None:
             check_algorithm(algorithm, "allgather", 0, self.size, self.rank, None, vector.dtype, 1)
-        ones = _Arguments(np.array([len(vector)]), None, (self.size,), (1,) * self.size, (), False)
+        ones = Arguments(np.array([len(vector)]), None, (self.size,), (1,) * self.size, (), False)
         facts = (("rows", "to be agreed on"), ("row shape", str(vector.shape[1:])))
         plan, digest = self._plan_for("allgather", ones, None, algorithm, facts, vector.dtype)
         return tuple(self._execute(plan, digest, ones, timeout).tolist())
@@ -368,7 +312,7 @@ class Communicator:
     def _plan_for(
         self,
         collective: str,
-        arguments: _Arguments,
+        arguments: Arguments,
         op: Op | None,
         algorithm: str | None,
         facts: tuple[tuple[str, str], ...] | None = None,
@@ -376,10 +320,10 @@ class Communicator:
     ) -> tuple[Plan | NativePlan, int | None]:
         """The plan of a call and the digest that its tags carry, from the cache if it has been made before.
 
-        `facts` and `told_dtype` are what is compared instead of the rows and dtype that move, when lengths are agreed on.
+        `facts` and `told_dtype` are compared instead of the rows and dtype that move, when lengths are agreed on.
         """
         dtype = arguments.vector.dtype
-        key = (collective, op, algorithm, dtype, arguments.rows, arguments.row_shape, facts, told_dtype)
+        key = (collective, op, algorithm, dtype, arguments.shape, arguments.rows, facts, told_dtype)
         found = self._plans.get(key)
         if found is not None:
             return found
@@ -392,8 +336,14 @@ class Communicator:
         if name is None:
             name, _ = choose(collective, nbytes, self.size, op, dtype, self._deterministic)
         check_algorithm(name, collective, nbytes, self.size, self.rank, op, dtype, self._settings.message_bytes)
-        if self._deterministic and op is not None and not (name != algorithms.NATIVE and algorithms.get(name).rank_order):
-            raise ValueError(f"algorithm {name!r} does not fold in rank order, as deterministic=True demands; use 'naive'")
+        if (
+            self._deterministic
+            and op is not None
+            and not (name != algorithms.NATIVE and algorithms.get(name).rank_order)
+        ):
+            raise ValueError(
+                f"algorithm {name!r} does not fold in rank order, as deterministic=True demands; use 'naive'"
+            )
         if facts is None:
             facts = (
                 ("rows", str(sum(arguments.rows))),
@@ -416,7 +366,9 @@ class Communicator:
         self._plans[key] = plan, digest
         return plan, digest
 
-    def _execute(self, plan: Plan | NativePlan, digest: int | None, arguments: _Arguments, timeout: float | None) -> Array:
+    def _execute(
+        self, plan: Plan | NativePlan, digest: int | None, arguments: Arguments, timeout: float | None
+    ) -> Array:
         """Stage what cannot be used where it lies, run, and put the result where it belongs."""
         vector, result, in_place = arguments.vector, arguments.result, arguments.in_place
         work = plan.work_dtype
@@ -439,7 +391,9 @@ class Communicator:
             result[...] = target
         return result
 
-    def _run(self, plan: Plan | NativePlan, digest: int | None, pair: tuple[Array, Array], timeout: float | None) -> None:
+    def _run(
+        self, plan: Plan | NativePlan, digest: int | None, pair: tuple[Array, Array], timeout: float | None
+    ) -> None:
         """Number the call, run it under the waiting loop, count it."""
         assert self._comm is not None
         call, peers = plan.call, self._peers
@@ -501,98 +455,6 @@ class Communicator:
             self._sites.add(sites_seen)
             log.warning("%s (call %d): ranks call it from different places: %s", call.collective, number,
                         "; ".join(sites_seen))  # fmt: skip
-
-
-def _allreduce_arguments(vector: Array, output: Array | None, in_place: bool, nranks: int) -> _Arguments:
-    if output is not None and output.shape != vector.shape:
-        raise ValueError(_too_few(output, vector.shape) or f"recvbuf is {output.shape}, sendbuf is {vector.shape}")
-    return _Arguments(vector, output, vector.shape, partition(vector.size, nranks), (), in_place)
-
-
-def _too_few(output: Array, shape: tuple[int, ...]) -> str | None:
-    if output.ndim == len(shape) > 0 and output.shape[1:] == shape[1:]:
-        return f"recvbuf has {len(output)} rows, needs {shape[0]}"
-    return None
-
-
-def _check_rows(name: str, array: Array, needed: int, exact: bool) -> None:
-    if len(array) < needed or (exact and len(array) != needed):
-        raise ValueError(f"{name} has {len(array)} rows, needs {needed}")
-
-
-def _reduce_scatter_arguments(
-    vector: Array, output: Array | None, in_place: bool, counts: tuple[int, ...] | None, nranks: int, rank: int
-) -> _Arguments:
-    rows = partition(len(vector), nranks) if counts is None else counts
-    needed = sum(rows)
-    _check_rows("recvbuf" if in_place else "sendbuf", vector, needed, exact=False)
-    if len(vector) != needed:
-        vector = vector[:needed]
-    if output is not None:
-        if not in_place:
-            _check_rows("recvbuf", output, rows[rank], exact=counts is None)
-        if len(output) != rows[rank]:
-            output = output[: rows[rank]]
-    return _Arguments(vector, output, (rows[rank], *vector.shape[1:]), rows, vector.shape[1:], in_place)
-
-
-def _allgather_arguments(
-    vector: Array, output: Array | None, in_place: bool, counts: tuple[int, ...] | None, nranks: int, rank: int
-) -> _Arguments:
-    rows = partition(len(output), nranks) if counts is None and output is not None else counts
-    assert rows is not None
-    needed = sum(rows)
-    if output is not None:
-        _check_rows("recvbuf", output, needed, exact=counts is None)
-        output = output[:needed] if len(output) != needed else output
-    if in_place:
-        assert output is not None
-        first = offsets(rows)[rank]
-        vector = output[first : first + rows[rank]]
-    else:
-        if len(vector) < rows[rank] or (counts is None and len(vector) != rows[rank]):
-            hint = "" if counts is not None else f" (its share of recvbuf's {needed} rows); pass counts for other shares"
-            raise ValueError(f"sendbuf has {len(vector)} rows, needs {rows[rank]}{hint}")
-        vector = vector[: rows[rank]]
-    return _Arguments(vector, output, (needed, *vector.shape[1:]), rows, vector.shape[1:], in_place)
-
-
-def check_comm(comm: Any) -> MPI.Intracomm:
-    """`comm` as an intracommunicator; default ``COMM_WORLD``."""
-    if comm is None:
-        return MPI.COMM_WORLD
-    if isinstance(comm, Communicator):
-        raise TypeError("comm is a pyreduce.Communicator; call its methods, or pass an mpi4py communicator")
-    if not isinstance(comm, MPI.Comm):
-        raise TypeError(f"comm is a {type(comm).__name__}, not an mpi4py communicator")
-    if comm == MPI.COMM_NULL:
-        raise ValueError("comm is MPI.COMM_NULL; this rank is not part of the communicator")
-    if comm.is_inter or not isinstance(comm, MPI.Intracomm):
-        raise TypeError("comm is an intercommunicator; merge it first (comm.Merge())")
-    return comm
-
-
-_LAUNCHERS = {"Open MPI": "OMPI_COMM_WORLD_SIZE", "MPICH or Intel MPI (Hydra)": "PMI_SIZE"}
-_warned = False
-
-
-def warn_if_foreign_launcher(comm: MPI.Intracomm) -> None:
-    """Launched by another MPI's mpiexec, P processes are P jobs of size 1: say so, once."""
-    global _warned
-    if _warned or MPI.COMM_WORLD.size > 1:
-        return
-    library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
-    for launcher, variable in _LAUNCHERS.items():
-        size = os.environ.get(variable, "")
-        if size.isdigit() and int(size) > 1:
-            _warned = True
-            warnings.warn(
-                f"launched as {size} processes by the mpiexec of {launcher}, but mpi4py loaded {library}, for which each "
-                f"of them is a job of its own, of size 1; use the mpiexec of {library} (mpi_launch.sh finds it)",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            return
 
 
 def _call_site() -> str:

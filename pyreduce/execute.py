@@ -258,7 +258,7 @@ class Execution:
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers whose messages are still to come, and the round (from 1) of the slowest lane."""
-        peers = set()
+        peers: set[int] = set()
         slowest = len(self._plan.rounds)
         for segment, number, recvs, _ in self._lanes:
             if segment < self._plan.segments and number < len(self._plan.rounds):

@@ -51,7 +51,6 @@ POLLS = 4  # looks for notices after a pause: an MPI that made no progress meanw
 QUIET = ("query", "here")
 
 
-
 class Started(Protocol):
     """What the waiting loop needs of anything under way."""
 
@@ -95,7 +94,7 @@ NOT_STARTED = _NotStarted()
 
 
 def _keep_for_ever(objects: object) -> None:
-    """Never free these, not even when the interpreter ends: MPI may still read from and write to them until its own end."""
+    """Never free these, not even when the interpreter ends: MPI reads and writes them until its own end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
 
 
@@ -181,7 +180,7 @@ class Peers:
                 raise told from error
 
     def leave(self, error: BaseException, call: Call, number: int, started: Started) -> None:
-        """Torn out of a call by `error` (an interrupt, an MPI error): the peers are told, the communicator is broken."""
+        """Torn out of a call by `error` (an interrupt, an MPI error): the peers are told, the communicator broken."""
         self.broken = error
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._tell(Notice("left", number, call.fingerprint(), started.awaited()[1], detail))
@@ -223,10 +222,11 @@ class Peers:
         status = self._status
         while (message := self.comm.improbe(MPI.ANY_SOURCE, NOTICE_TAG, status)) is not None:
             self._arriving.append((status.source, message.irecv()))
-        found, arriving = [], []
+        found: list[tuple[int, Notice]] = []
+        arriving: list[tuple[int, MPI.Request]] = []
         for source, request in self._arriving:
             done, notice = request.test()
-            if done:
+            if done and notice is not None:
                 found.append((source, notice))
                 self._heard_from[source] += 1
             else:
@@ -249,7 +249,9 @@ class Peers:
             gone = [source for source, notice in self._arrived() if notice.kind not in QUIET]
             if gone or perf_counter() > end:
                 if not gone:
-                    log.warning("close (rank %d of %d): not all ranks close; the communicator is kept", self.rank, self.size)
+                    log.warning(
+                        "close (rank %d of %d): not all ranks close; the communicator is kept", self.rank, self.size
+                    )
                 _keep_for_ever((request, expected, self))
                 return False
             os.sched_yield()

@@ -86,8 +86,7 @@ class Simulation(Generic[Value]):
                     entering.append(peer)
         self._check_all_done()
         return [
-            {block: value for (space, _), (block, value) in memory.items() if space == OUTPUT}
-            for memory in self.memory
+            {block: value for (space, _), (block, value) in memory.items() if space == OUTPUT} for memory in self.memory
         ]
 
     def _start_round(self, rank: int) -> list[int]:
@@ -129,7 +128,9 @@ class Simulation(Generic[Value]):
         for step in self.programs[rank].rounds[number]:
             if isinstance(step, Fold):
                 columns = [self._read(rank, place) for place in step.srcs]
-                folded = [(cells[0][0], self.fold([value for _, value in cells])) for cells in zip(*columns, strict=True)]
+                folded = [
+                    (cells[0][0], self.fold([value for _, value in cells])) for cells in zip(*columns, strict=True)
+                ]
                 self._write(rank, step.dst, folded)
             elif not isinstance(step, Send | Recv):
                 self._write(rank, step.dst, self._read(rank, step.src))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
 from pyreduce.errors import AlgorithmError, Unsupported, name_ranks
 from pyreduce.programs import COLLECTIVES, Cost, RoundsFunction, build, input_blocks, output_blocks
@@ -18,7 +18,7 @@ from pyreduce.simulate import Simulation
 
 __all__ = ["Report", "Symbol", "fold_symbols", "format_symbol", "verify", "verify_all"]
 
-Symbol = Union[int, tuple["Symbol", ...]]
+Symbol: TypeAlias = "int | tuple[Symbol, ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +152,7 @@ def _check_contributions(symbol: Symbol, collective: str, nranks: int, block: in
         raise AlgorithmError(f"{where}: block {block} on rank {rank} lacks the contribution of {name_ranks(missing)}")
     foreign = sorted(set(found) - wanted)
     if foreign:
-        raise AlgorithmError(
-            f"{where}: block {block} on rank {rank} holds what belongs to {name_ranks(foreign)}"
-        )
+        raise AlgorithmError(f"{where}: block {block} on rank {rank} holds what belongs to {name_ranks(foreign)}")
     doubled = sorted(source for source, times in found.items() if times > 1)
     if doubled:
         raise AlgorithmError(

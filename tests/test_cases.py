@@ -339,18 +339,18 @@ def test_row_23_folds_start_from_the_first_operand(
 )
 def test_row_24_another_mpi_s_launcher_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, launcher: str) -> None:
     mpi = pytest.importorskip("mpi4py.MPI")
-    from pyreduce import communicator
+    from pyreduce import launcher as launchers
 
     for other in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         monkeypatch.delenv(other, raising=False)
     library = SimpleNamespace(COMM_WORLD=mpi.COMM_SELF, Get_library_version=lambda: "Some MPI 7.1, built today\nmore")
-    monkeypatch.setattr(communicator, "MPI", library)
-    monkeypatch.setattr(communicator, "_warned", False)
-    communicator.warn_if_foreign_launcher(mpi.COMM_SELF)  # nothing to warn of
+    monkeypatch.setattr(launchers, "MPI", library)
+    monkeypatch.setattr(launchers, "_warned", False)
+    launchers.warn_if_foreign_launcher()  # nothing to warn of
     monkeypatch.setenv(variable, "4")
     with pytest.warns(RuntimeWarning, match=f"4 processes by the mpiexec of {launcher}.*mpi4py loaded Some MPI 7.1"):
-        communicator.warn_if_foreign_launcher(mpi.COMM_SELF)
-    communicator.warn_if_foreign_launcher(mpi.COMM_SELF)  # once is enough
+        launchers.warn_if_foreign_launcher()
+    launchers.warn_if_foreign_launcher()  # once is enough
 
 
 @pytest.mark.parametrize(("message_bytes", "rows"), [(2**16, 150_001), (7, 301)])

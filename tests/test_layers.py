@@ -18,14 +18,14 @@ LAYERS = [
     {"communicator", "requests"},
     {"selection"},
     {"algorithms"},
-    {"peers"},
+    {"peers", "launcher"},
     {"execute"},
     {"simulate", "verify"},
-    {"programs", "calls", "blocks", "arrays", "settings", "ops", "errors"},
+    {"programs", "calls", "blocks", "arguments", "arrays", "settings", "ops", "errors"},
     {"_core"},
 ]
 # The list of algorithms verifies what users register; native is the one algorithm that runs instead of being run.
-KNOW_MPI = {"bench", "collectives", "communicator", "requests", "peers", "execute", "algorithms.native"}
+KNOW_MPI = {"bench", "collectives", "communicator", "requests", "peers", "launcher", "execute", "algorithms.native"}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 

@@ -125,16 +125,21 @@ def test_disagreement_is_a_mismatch_on_every_rank_with_both_sides(comm, kind, al
     error = outcome(lambda: odd_call(with_check, kind, length, comm.rank == odd, algorithm))
     assert isinstance(error, pr.MismatchError), error
     others = [rank for rank in range(comm.size) if rank != odd]
-    assert [odd] in error.groups.values() and others in error.groups.values(), error.groups
+    assert [odd] in error.groups.values()
+    assert others in error.groups.values()
     fact, one, other = (text.format(length=length, short=length - 2, half=length // 2) for text in EXPECTED[kind])
     line = next(line for line in str(error).splitlines() if line.strip().startswith(fact))
-    assert f"{one} on rank {odd}" in line and f"{other} on {name_ranks(others)}" in line
-    assert f"rank {odd} called" in str(error) and f"{name_ranks(others)} called" in str(error)
+    assert f"{one} on rank {odd}" in line
+    assert f"{other} on {name_ranks(others)}" in line
+    assert f"rank {odd} called" in str(error)
+    assert f"{name_ranks(others)} called" in str(error)
     check_broken(with_check, error)
 
 
 @several
-@pytest.mark.parametrize("setting", [{"segment_bytes": 256}, {"in_flight": 1}, {"message_bytes": 999}, {"check": "off"}])
+@pytest.mark.parametrize(
+    "setting", [{"segment_bytes": 256}, {"in_flight": 1}, {"message_bytes": 999}, {"check": "off"}]
+)
 def test_settings_that_differ_are_a_mismatch(comm, setting):
     k = pr.Communicator(comm, timeout=20, **(setting if comm.rank == 0 else {}))
     error = outcome(lambda: k.allreduce(np.arange(1000.0), algorithm="ring"))
@@ -164,7 +169,8 @@ def test_case_14_lengths_differ(comm, algorithm, lengths):
     error = outcome(lambda: k.allreduce(x, algorithm=algorithm))
     assert isinstance(error, pr.MismatchError), error
     assert [0] in error.groups.values()
-    assert f"({lengths[0]},) on rank 0" in str(error) and f"({lengths[1]},) on ranks 1-3" in str(error)
+    assert f"({lengths[0]},) on rank 0" in str(error)
+    assert f"({lengths[1]},) on ranks 1-3" in str(error)
     check_broken(k, error)
 
 
@@ -197,10 +203,8 @@ def test_full_check_names_call_sites(comm):
     x = np.arange(8.0)
     for _ in range(3):
         np.testing.assert_array_equal(k.allreduce(x), x * comm.size)
-    if comm.rank == 0:
-        error = outcome(lambda: k.allreduce(x, op=pr.MAX))
-    else:
-        error = outcome(lambda: k.allreduce(x, op=pr.MIN))
+    first, others = (lambda: k.allreduce(x, op=pr.MAX)), (lambda: k.allreduce(x, op=pr.MIN))
+    error = outcome(first if comm.rank == 0 else others)
     assert isinstance(error, pr.MismatchError), error
     assert str(error).count("test_peers.py:") == comm.size
     check_broken(k, error)

@@ -11,10 +11,10 @@ Best for
     Middling sizes, where the MPI's tuned C beats our Python rounds.
 
 Calls that do not match hang inside an MPI or give wrong results. So the ranks first agree, by the rounds below (the
-dissemination barrier of Hensgen, Finkel and Manber, 1988), whose messages carry the call's digest in their tags like all
-others; only when every rank has come with the same call do they enter the MPI's. With ``check="off"`` they enter at once.
-The MPI's call is a nonblocking one, so that our waiting loop keeps its deadline and hears of peers that have given up: a
-rank which comes late can find every message of the agreement there, and nobody left.
+dissemination barrier of Hensgen, Finkel and Manber, 1988), whose messages carry the call's digest in their tags like
+all others; only when every rank has come with the same call do they enter the MPI's. With ``check="off"`` they enter
+at once. The MPI's call is a nonblocking one, so that our waiting loop keeps its deadline and hears of peers that have
+given up: a rank which comes late can find every message of the agreement there, and nobody left.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class NativePlan:
         self.scratch_bytes = 0
         self.in_place_safe = call.collective != "reduce_scatter"
         self.agree = call.settings.check != "off" and call.nranks > 1
-        nothing = Call("allreduce", "native", None, np.dtype(np.uint8), (0,) * call.nranks, (), call.rank, call.settings)
+        nothing = Call(
+            "allreduce", "native", None, np.dtype(np.uint8), (0,) * call.nranks, (), call.rank, call.settings
+        )
         self.agreement = Plan(agreement(call.nranks, call.rank), nothing)
         self.kernel = ops.kernel(call.op, call.work_dtype) if call.op is not None else (0, 0)
         self.datatype = MPI.BYTE if call.op is None else mpi_datatype(call.work_dtype)
