@@ -397,19 +397,22 @@ class Communicator:
         """Number the call, run it under the waiting loop, count it."""
         assert self._comm is not None
         call, peers = plan.call, self._peers
-        self._number += 1
-        number = self._number
-        if perf_counter() - self._last > AWAY_SECONDS:
-            peers.check_notices(call, number)
-        if self._settings.check == "full" and self.size > 1:
-            self._compare_calls(call, number, timeout)
-            self._number = number = number + 1  # the comparison was a call of its own
         scratch = self._scratch_of(plan.scratch_bytes)
         bases = (arrays.address(pair[0]), arrays.address(pair[1]), arrays.address(scratch))
-        tag = self._tags.tag(digest, number)
         waited = peers.waited
-        started = plan.start(self._comm, bases, tag)
-        peers.wait(started, call, number, tag, timeout, (pair, scratch))
+        self._number += 1
+        try:
+            if perf_counter() - self._last > AWAY_SECONDS:
+                peers.check_notices(call, self._number)
+            if self._settings.check == "full" and self.size > 1:
+                self._compare_calls(call, self._number, timeout)
+                self._number += 1  # the comparison was a call of its own
+            tag = self._tags.tag(digest, self._number)
+            started = plan.start(self._comm, bases, tag)
+            peers.wait(started, call, self._number, tag, timeout)
+        except BaseException as error:
+            peers.leave(error, call, self._number, (pair, scratch))
+            raise
         key = (call.collective, call.algorithm)
         stats = self.stats.get(key)
         if stats is None:
@@ -441,7 +444,7 @@ class Communicator:
         gathered = np.zeros((self.size, RECORD_BYTES), np.uint8)
         tag = self._tags.neutral(number)
         started = plan.start(self._comm, (arrays.address(record), arrays.address(gathered), 0), tag)
-        self._peers.wait(started, call, number, tag, timeout, (record, gathered))
+        self._peers.wait(started, call, number, tag, timeout)
         records = [bytes(row).rstrip(b"\0").decode(errors="replace").partition(" ") for row in gathered]
         if len({digest for digest, _, _ in records}) > 1:
             try:

@@ -167,9 +167,9 @@ class Plan:
         local = []
         for step in steps:
             if isinstance(step, Fold):
-                local.append((self._where(step.dst), tuple(self._where(src) for src in step.srcs)))
+                local.append((True, self._where(step.dst), tuple(self._where(src) for src in step.srcs)))
             elif isinstance(step, Copy):
-                local.append((self._where(step.dst), (self._where(step.src),)))
+                local.append((False, self._where(step.dst), (self._where(step.src),)))
         return recvs, sends, local
 
     def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> Execution:
@@ -318,10 +318,10 @@ class Execution:
         """The folds and copies of a lane's round."""
         plan = self._plan
         segment, bases = lane[0], self._bases[lane[0] % plan.lanes]
-        for dst, srcs in plan.rounds[lane[1]][2]:
+        for folds, dst, srcs in plan.rounds[lane[1]][2]:
             for target, *sources in _rows(plan, dst, srcs, bases, segment):
                 address, nbytes = target
-                if len(sources) > 1:
+                if folds:
                     ops.fold(plan.kernel, nbytes // plan.itemsize, address, [source for source, _ in sources])
                 elif address != sources[0][0]:
                     ops.copy(nbytes, address, sources[0][0])

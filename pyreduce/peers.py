@@ -29,7 +29,7 @@ import logging
 import os
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -132,7 +132,7 @@ class Peers:
                 "make a new one (pyreduce.Communicator, or comm.Dup()) once the cause is mended"
             ) from self.broken
 
-    def wait(self, started: Started, call: Call, number: int, tag: int, timeout: float | None, keep: Any) -> None:
+    def wait(self, started: Started, call: Call, number: int, tag: int, timeout: float | None) -> None:
         """Advance `started` until it is done.
 
         Parameters
@@ -145,23 +145,29 @@ class Peers:
             Its tag, lane 0.
         timeout : float or None
             Seconds from now.
-        keep : object
-            What must outlive the messages if the call fails.
 
         Raises
         ------
-        MismatchError, CollectiveTimeout
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
-        try:
-            if not started.advance():
-                _Wait(self, started, call, number, tag, timeout).run()
-        except BaseException as error:
-            _keep_for_ever((started, keep))
-            if self.broken is None:
-                if isinstance(error, MPI.Exception):
-                    self._blame_peers(error, call, number, started)
-                self.leave(error, call, number, started)
-            raise
+        if not started.advance():
+            _Wait(self, started, call, number, tag, timeout).run()
+
+    def leave(self, error: BaseException, call: Call, number: int, keep: object) -> None:
+        """Torn out of a call by `error`: break the communicator and tell the peers, unless that is what it says.
+
+        `keep` is what MPI may still read or write; what has been posted hangs on the error's traceback.
+        """
+        _keep_for_ever((error, error.__traceback__, keep))
+        if self.broken is not None:
+            return
+        if isinstance(error, MPI.Exception):  # perhaps because a peer has left: then that is told
+            self.hear(number, call, 0)
+            if self.trouble(number, call.fingerprint()) is not None:
+                self.fail("joined", call, number, NOT_STARTED, "")
+        self.broken = error
+        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self._tell(Notice("left", number, call.fingerprint(), 0, detail))
 
     def check_notices(self, call: Call, number: int) -> None:
         """Before a call that follows a pause: whether the peers have given up on it meanwhile."""
@@ -169,21 +175,6 @@ class Peers:
             self.hear(number, call, 0)
         if self._pending and self.trouble(number, call.fingerprint()) is not None:
             self.fail("joined", call, number, NOT_STARTED, "")
-
-    def _blame_peers(self, error: MPI.Exception, call: Call, number: int, started: Started) -> None:
-        """An MPI error because a peer has left is told as what the peer told us."""
-        self.hear(number, call, started.awaited()[1])
-        if self.trouble(number, call.fingerprint()) is not None:
-            try:
-                self.fail("joined", call, number, started, "")
-            except Exception as told:
-                raise told from error
-
-    def leave(self, error: BaseException, call: Call, number: int, started: Started) -> None:
-        """Torn out of a call by `error` (an interrupt, an MPI error): the peers are told, the communicator broken."""
-        self.broken = error
-        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._tell(Notice("left", number, call.fingerprint(), started.awaited()[1], detail))
 
     def fail(self, kind: str, call: Call, number: int, started: Started, detail: str) -> NoReturn:
         """Tell everybody, hear everybody, and raise what the evidence says."""

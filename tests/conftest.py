@@ -9,8 +9,8 @@ Under ``mpirun -n N python -m pytest`` every rank runs pytest over the same test
 - every other test is pure and runs on rank 0 alone;
 - after each phase of each test the ranks exchange their outcomes: if one failed, all fail, and say who and why. So
   ``-x`` stops all ranks at the same test, and all ranks exit with the same status;
-- nobody waits for ever: calls of pyreduce time out, then the exchange does, naming who is missing, and aborts the job; a
-  watchdog in C sees to ranks that hang within the MPI;
+- nobody waits for ever: calls of pyreduce time out, then the exchange does, naming who is missing, and aborts the job;
+  a watchdog in C sees to ranks that hang within the MPI;
 - only rank 0 prints.
 """
 
@@ -71,7 +71,8 @@ class Exchange:
         while recvs or not MPI.Request.Testall(sends):
             recvs = {rank: request for rank, request in recvs.items() if not request.Test()}
             if time.monotonic() > end:
-                self.abort(f"{where}: ranks {sorted(recvs)} did not come within {seconds:g} s.\nRank {RANK}: {text or 'passed'}")
+                missing = f"{where}: ranks {sorted(recvs)} did not come within {seconds:g} s."
+                self.abort(f"{missing}\nRank {RANK}: {text or 'passed'}")
             time.sleep(pause)
             pause = min(pause + 2e-5, 2e-3)
         signal.setitimer(signal.ITIMER_REAL, timer)
@@ -89,7 +90,8 @@ class Exchange:
         text = report.longreprtext[-RECORD_BYTES // 2 :] or "failed" if report.failed else ""
         told = self.run(where, text, COLLECTIVE_SECONDS if is_collective(item) else PURE_SECONDS)
         if any(place != where for place, _ in told):
-            self.abort("the ranks are out of step: " + "; ".join(f"rank {r} in {place}" for r, (place, _) in enumerate(told)))
+            places = "; ".join(f"rank {rank} in {place}" for rank, (place, _) in enumerate(told))
+            self.abort(f"the ranks are out of step: {places}")
         failures = {rank: text for rank, (_, text) in enumerate(told) if text}
         if not failures:
             return
@@ -126,7 +128,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     global exchange
-    config.addinivalue_line("markers", "ranks(P, ...): the numbers of ranks that `comm` has in a test, if there are so many")
+    config.addinivalue_line("markers", "ranks(P, ...): numbers of ranks that `comm` has, as far as there are so many")
     if SIZE == 1:
         return
     exchange = Exchange(os.dup(sys.__stderr__.fileno()))

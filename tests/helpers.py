@@ -107,7 +107,9 @@ class Guarded:
     Bytes of the array that have not been filled yet are random as well: poison.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, layout: str = "contiguous", shift: int | None = None) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, layout: str = "contiguous", shift: int | None = None
+    ) -> None:
         dtype = np.dtype(dtype)
         shift = dtype.itemsize if shift is None else shift
         strides = strides_of(layout, shape, dtype.itemsize)
@@ -128,7 +130,9 @@ class Guarded:
         return self
 
     def check_guards(self) -> None:
-        np.testing.assert_array_equal(self.memory[self.outside], self.before[self.outside], "bytes outside were written")
+        np.testing.assert_array_equal(
+            self.memory[self.outside], self.before[self.outside], "bytes outside were written"
+        )
 
     def check_unchanged(self) -> None:
         np.testing.assert_array_equal(self.memory, self.before, "the input was written")

@@ -109,10 +109,24 @@ def test_outputs_must_be_writable() -> None:
 def test_outputs_may_not_overlap_themselves() -> None:
     memory = np.zeros(64)
     strided = np.lib.stride_tricks.as_strided
-    for shape, strides in (((3,), (0,)), ((3, 3), (8, 8)), ((4, 4), (16, 8)), ((2, 5), (32, 8)), ((3,), (4,)), ((2, 2), (0, 8))):
+    for shape, strides in (
+        ((3,), (0,)),
+        ((3, 3), (8, 8)),
+        ((4, 4), (16, 8)),
+        ((2, 5), (32, 8)),
+        ((3,), (4,)),
+        ((2, 2), (0, 8)),
+    ):
         with pytest.raises(ValueError, match="share memory"):
             arrays.as_output(strided(memory, shape, strides), "recvbuf")
-    for shape, strides in (((3,), (16,)), ((3, 3), (24, 8)), ((3, 3), (8, 24)), ((1, 4), (0, 8)), ((0, 3), (0, 0)), ((2, 5), (40, 8))):
+    for shape, strides in (
+        ((3,), (16,)),
+        ((3, 3), (24, 8)),
+        ((3, 3), (8, 24)),
+        ((1, 4), (0, 8)),
+        ((0, 3), (0, 0)),
+        ((2, 5), (40, 8)),
+    ):
         assert arrays.as_output(strided(memory, shape, strides), "recvbuf").shape == shape
     assert arrays.as_output(memory[::-1], "recvbuf").shape == (64,)
 
@@ -166,7 +180,9 @@ def test_collectives_on_wrapped_arrays(communicator: Any, wrap: Any, algorithm: 
         communicator.reduce_scatter(wrap(source), wrap(block), algorithm=algorithm, op="AVG")
         np.testing.assert_allclose(block, np.mean(inputs, axis=0)[start : start + own], rtol=1e-5, atol=1e-6)
         communicator.allgather(wrap(source[start : start + own]), wrap(full), algorithm=algorithm)
-        assert_same(full, np.concatenate([x[o : o + n] for x, o, n in zip(inputs, offsets(counts), counts, strict=True)]))
+        assert_same(
+            full, np.concatenate([x[o : o + n] for x, o, n in zip(inputs, offsets(counts), counts, strict=True)])
+        )
         assert_same(source, inputs[rank])
         communicator.allreduce(wrap(source), wrap(source), algorithm=exact)  # in place: two wrappers of one array
         assert_same(source, expect(exact, "allreduce", "SUM", inputs))

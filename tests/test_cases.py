@@ -1,7 +1,7 @@
 """Rows of CASES.md: faults that hurt users of other libraries, in the rows' own numbers.
 
-Element i of rank r's input is ``1000 * r + i`` unless a row says otherwise. Up to 4 ranks over MPI, more in the simulator.
-Rows 14 and 15 (calls that do not match) are tested with the other mismatches.
+Element i of rank r's input is ``1000 * r + i`` unless a row says otherwise. Up to 4 ranks over MPI, more in the
+simulator. Rows 14 and 15 (calls that do not match) are tested with the other mismatches.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def test_row_1_in_the_simulator(algorithm: str, nranks: int) -> None:
 
 
 @every_algorithm
-def test_row_2_in_place_reads_and_writes_its_own_bytes_only(communicator: pr.Communicator, algorithm: str | None) -> None:
+def test_row_2_in_place_reads_and_writes_its_own_bytes_only(
+    communicator: pr.Communicator, algorithm: str | None
+) -> None:
     size, rank = communicator.size, communicator.rank
     for _ in range(2):
         got = scatter(communicator, case_input(rank, size * 5), 5, True, algorithm=algorithm)
@@ -303,7 +305,9 @@ def test_row_13_ranks_agree_on_every_placement(communicator: pr.Communicator, co
 
 @every_algorithm
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_row_22_byte_orders_and_structures(communicator: pr.Communicator, collective: str, algorithm: str | None) -> None:
+def test_row_22_byte_orders_and_structures(
+    communicator: pr.Communicator, collective: str, algorithm: str | None
+) -> None:
     """On a little-endian machine, which is what wheels are built for."""
     rank, size = communicator.rank, communicator.size
     refused = {">f8": "native byte order", "x i4, y f8": "fields one by one"}
@@ -312,7 +316,11 @@ def test_row_22_byte_orders_and_structures(communicator: pr.Communicator, collec
         with pytest.raises(TypeError, match=rf"^{collective}: dtype .*{advice}.*\(rank {rank} of {size}\)$"):
             call(communicator, collective, np.zeros(size, dtype), algorithm=algorithm)
     got = call(communicator, collective, np.arange(size, dtype="<f8"), algorithm=algorithm)
-    want = {"allgather": [*range(size)] * size, "allreduce": [size * i for i in range(size)], "reduce_scatter": [size * rank]}
+    want = {
+        "allgather": [*range(size)] * size,
+        "allreduce": [size * i for i in range(size)],
+        "reduce_scatter": [size * rank],
+    }
     assert got.tolist() == want[collective]
 
 
@@ -386,5 +394,11 @@ def test_row_25_native_refuses_what_it_cannot_cut(
     c = make_communicator(message_bytes=100)
     x = case_input(comm.rank, 25 * comm.size)
     with pytest.raises(pr.Unsupported, match=f"{collective}: native .*longer than 100 bytes.*use algorithm='ring'"):
-        call(c, collective, x, algorithm="native", **({"counts": [len(x)] * comm.size} if collective == "allgather" else {}))
+        call(
+            c,
+            collective,
+            x,
+            algorithm="native",
+            **({"counts": [len(x)] * comm.size} if collective == "allgather" else {}),
+        )
     run_checked(c, collective, "float32", 25 * comm.size, algorithm="ring")

@@ -83,7 +83,9 @@ def test_undefined_pairs_are_refused_and_harmless(communicator: pr.Communicator,
     for op, dtype in REFUSED:
         x = everybody(dtype, (5,), size)[rank]
         for collective in REDUCTIONS:
-            with pytest.raises(TypeError, match=rf"{collective}: op {op} is not defined for.*\(rank {rank} of {size}\)"):
+            with pytest.raises(
+                TypeError, match=rf"{collective}: op {op} is not defined for.*\(rank {rank} of {size}\)"
+            ):
                 call(communicator, collective, x, op=op, algorithm=algorithm)
     run_checked(communicator, "allreduce", "int32", 5, algorithm=algorithm)
 
@@ -204,7 +206,14 @@ def test_row_shapes(communicator: pr.Communicator, collective: str, algorithm: s
         for rows in (0, communicator.size - 1, 2 * communicator.size + 1, 40):
             for mode in ("given", "allocated", "in place"):
                 run_checked(
-                    communicator, collective, "float64", rows, algorithm=algorithm, row_shape=row_shape, mode=mode, times=1
+                    communicator,
+                    collective,
+                    "float64",
+                    rows,
+                    algorithm=algorithm,
+                    row_shape=row_shape,
+                    mode=mode,
+                    times=1,
                 )
 
 
@@ -222,9 +231,10 @@ def test_any_alignment(communicator: pr.Communicator, collective: str, algorithm
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_zero_dimensional_allreduce(communicator: pr.Communicator, algorithm: str | None) -> None:
     rank, size = communicator.rank, communicator.size
-    got = communicator.allreduce(np.array(rank + 2.0), algorithm=algorithm)
-    assert got.shape == ()
-    assert got == sum(r + 2.0 for r in range(size))
+    for scalar in (np.array(rank + 2.0), rank + 2.0):  # plain numbers are taken as well
+        got = communicator.allreduce(scalar, algorithm=algorithm)
+        assert got.shape == ()
+        assert got == sum(r + 2.0 for r in range(size))
 
 
 # ---------------------------------------------------------------------------------------------------- the bits
@@ -298,7 +308,9 @@ def test_deterministic_folds_in_rank_order(make_communicator: MakeCommunicator, 
         assert_same(call(c, collective, inputs[rank]), reduce_in_rank_order(inputs)[block])
         assert_same(c.allgather(inputs[rank]), np.concatenate(inputs))
     for algorithm in ("ring", "native"):
-        with pytest.raises(ValueError, match=rf"{collective}: .*does not fold in rank order.*\(rank {rank} of {size}\)"):
+        with pytest.raises(
+            ValueError, match=rf"{collective}: .*does not fold in rank order.*\(rank {rank} of {size}\)"
+        ):
             call(c, collective, inputs[rank], algorithm=algorithm)
         assert_same(c.allgather(inputs[rank], algorithm=algorithm), np.concatenate(inputs))
     assert_same(call(c, collective, inputs[rank], algorithm="naive"), reduce_in_rank_order(inputs)[block])
@@ -370,9 +382,10 @@ def test_a_long_random_mixture(make_communicator: MakeCommunicator, comm: Any, c
             algorithm = "ring"
         if turn == 2 and algorithm in ("native", None):  # too long for its message limit
             algorithm = "naive"
+        rows, row_shape = int(rng.choice([0, 1, 2, 5, 17, 100, 1500])), [(), (3,)][rng.integers(2)]
         run_checked(
-            turns[turn], collective, dtype, int(rng.choice([0, 1, 2, 5, 17, 100, 1500])), op=op,
-            algorithm=algorithm, row_shape=[(), (3,)][rng.integers(2)], mode=MODES[rng.integers(4)], seed=number, times=1,
+            turns[turn], collective, dtype, rows, op=op, algorithm=algorithm, row_shape=row_shape,
+            mode=MODES[rng.integers(4)], seed=number, times=1,
         )  # fmt: skip
     halves.Free()
 
@@ -405,9 +418,12 @@ def test_functions_default_to_the_world(world: Any) -> None:
     x = np.arange(3) + 10 * world.rank
     assert_same(pr.allreduce(x), np.arange(3) * world.size + 10 * sum(range(world.size)))
     assert_same(pr.allgather(x), np.concatenate([np.arange(3) + 10 * r for r in range(world.size)]))
-    assert pr.reduce_scatter(x, op="max").tolist() == (np.arange(3) + 10 * (world.size - 1))[
-        slice(*np.cumsum([0, *partition(3, world.size)])[world.rank : world.rank + 2])
-    ].tolist()
+    assert (
+        pr.reduce_scatter(x, op="max").tolist()
+        == (np.arange(3) + 10 * (world.size - 1))[
+            slice(*np.cumsum([0, *partition(3, world.size)])[world.rank : world.rank + 2])
+        ].tolist()
+    )
 
 
 def test_user_messages_and_ours_never_meet(communicator: pr.Communicator, comm: Any) -> None:

@@ -36,7 +36,8 @@ __all__ = ["ring"]
 def ring(collective: str, nranks: int, rank: int) -> Iterator[Sequence[Step]]:
     """Rounds of the ring algorithm for one rank."""
     if nranks == 1:
-        yield [Copy(place_output(0), place_input(0))]
+        own = place_input(0)
+        yield [Copy(place_output(0), own) if collective == "allgather" else Fold(place_output(0), (own,))]
         return
     if collective == "reduce_scatter":
         yield from _reduce_around(nranks, rank)

@@ -24,6 +24,7 @@ __all__ = ["Bench", "Cell", "Row"]
 
 TIMEOUT = 60.0  # seconds: a collective that hangs is reported, not waited for
 BUDGET = 0.5  # seconds that the timed calls of one size of one collective may take, shared by all algorithms
+PACE = 1.2  # seconds that a size may take in all; a run that is behind, as on a crowded machine, times fewer calls
 FEWEST, MOST = 3, 2000  # timed calls that the budget may buy
 TURNS = 10  # in which the algorithms alternate
 CANARY = 0xA5
@@ -140,6 +141,8 @@ class Bench:
         self.comm = comm
         self.options = options
         self.pyreduce = pr.Communicator(comm, timeout=TIMEOUT)
+        self._begun = perf_counter()
+        self._measured = 0
 
     def close(self) -> None:
         """Free the pyreduce communicator."""
@@ -162,6 +165,7 @@ class Bench:
             with _no_garbage_collection():
                 self._race(sound, iterations)
             self._check_all(sound, expected)
+        self._measured += 1
         return _rows(contenders, case, problem)
 
     def _problem(self, nbytes: int) -> Problem:
@@ -237,8 +241,10 @@ class Bench:
             contender.seconds.clear()
         if options.iters:
             return options.iters
-        cycle_seconds = (perf_counter() - begun) / calls
-        return int(self.comm.bcast(min(MOST, max(FEWEST, int(BUDGET / cycle_seconds)))))
+        now = perf_counter()
+        behind = now - self._begun > PACE * (self._measured + 1)
+        affordable = int((BUDGET / 4 if behind else BUDGET) * calls / (now - begun))
+        return int(self.comm.bcast(min(MOST, max(FEWEST, affordable))))
 
     def _race(self, contenders: list[Contender], iterations: int) -> None:
         """Time everyone in turns, so that noise hits all alike; every other round of turns goes backwards."""
