@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import io
 import json
 from typing import Any
 
@@ -18,7 +19,9 @@ import pyreduce as pr
 from pyreduce.bench import files, values
 from pyreduce.bench.__main__ import main
 from pyreduce.bench.cases import CASES, Problem, bus_factor
+from pyreduce.bench.measure import Cell, Row, Trouble
 from pyreduce.bench.options import UsageError, as_dtype, format_size, parse_size, read_options, sizes
+from pyreduce.bench.report import RichReport
 
 TINY = ["-b", "0", "-e", "100", "-f", "25", "--iters", "2"]  # 0, 4 and, not divisible by 4 ranks, 100 bytes
 
@@ -128,6 +131,28 @@ def test_expected_blocks() -> None:
         assert np.array_equal(CASES["reduce_scatter"].expected(problem), blocks[problem.rank])
         own = [CASES["allgather"].inputs(one, one.own.start, one.own.stop) for one in problems]
         assert np.array_equal(CASES["allgather"].expected(problem), np.concatenate(own))
+
+
+@pytest.mark.parametrize("width", [78, 100, 130])
+def test_table_on_a_terminal(width: int) -> None:
+    console = pytest.importorskip("rich.console").Console(
+        force_terminal=True, width=width, height=20, record=True, file=io.StringIO()
+    )
+    report = RichReport(console)
+    fine = Cell(12.3, 10.0, 20.0, 0.5, 0.75, 1.25, 0, 10)
+    wrong = Cell(12.3, 10.0, 20.0, 0.5, 0.75, 0.25, 7, 10)
+    refused = Cell(trouble=Trouble("no [such] dtype", refused=True))
+    report.say(["# a header"])
+    report.begin("allreduce", 30)
+    for power in range(30):
+        report.doing("something")
+        report.show([Row("allreduce", 1 << power, "native", "native", refused, refused),
+                     Row("allreduce", 1 << power, "auto", "ring", fine, wrong)])  # fmt: skip
+    report.end()
+    text = console.export_text()
+    assert "512M auto (ring)" in " ".join(text.split())
+    assert text.count("native, out of place and in place: not served: no [such] dtype") == 1
+    assert ("algbw" in text) == (width == 130)
 
 
 def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from pyreduce.bench.measure import Cell, Row
 from pyreduce.bench.options import AUTO, format_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 __all__ = ["Report", "make_report"]
@@ -82,11 +83,11 @@ class PlainReport:
 class RichReport:
     """A table a collective that grows while one watches, and a progress line below it."""
 
-    def __init__(self) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False) if console is None else console
         self._live: Live | None = None
         self._rows: list[Row] = []
         self._title, self._steps, self._done, self._now = "", 0, 0, ""
@@ -133,24 +134,26 @@ class RichReport:
         from rich.text import Text
 
         shown = self._columns()
-        table = Table(title=self._title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("size", justify="right", no_wrap=True)
-        table.add_column("algorithm", no_wrap=True)
-        for place in ("out of place", "in place"):
+        table = Table(title=self._title, title_style="bold", title_justify="left", box=box.SIMPLE_HEAD)
+        table.pad_edge, table.collapse_padding = False, True
+        table.add_column("\n\nsize", justify="right", no_wrap=True)
+        table.add_column("\n\nalgorithm", no_wrap=True)
+        for place in ("out of\nplace", "in\nplace"):
             for index in shown:
-                table.add_column(f"{place if index == 0 else ''}\n{COLUMNS[index]}", justify="right", no_wrap=True)
-        for row, after in zip(rows, [*rows[1:], None], strict=True):
-            cells = [_styled(cell)[index] for cell in (row.out_of_place, row.in_place) for index in shown]
-            last = after is not None and after.nbytes != row.nbytes
-            table.add_row(format_size(row.nbytes), _name(row), *cells, end_section=last)
+                heading = f"{place if index == 0 else chr(10)}\n{COLUMNS[index]}"
+                table.add_column(heading, justify="right", no_wrap=True)
+        for index, row in enumerate(rows):
+            section = index + 1 < len(rows) and rows[index + 1].nbytes != row.nbytes
+            cells = [_styled(cell)[column] for cell in (row.out_of_place, row.in_place) for column in shown]
+            table.add_row(format_size(row.nbytes), _name(row), *cells, end_section=section)
         remarks = dict.fromkeys(remark for row in rows for remark in _remarks(row, ""))
         table.caption = Text("\n".join(remarks), justify="left") if remarks else None
         return table
 
     def _columns(self) -> list[int]:
         """The columns that fit the terminal."""
-        hidden = {"algbw"} if self._console.width < 114 else set()
-        if self._console.width < 96:
+        hidden = {"algbw"} if self._console.width < 106 else set()
+        if self._console.width < 88:
             hidden.add("busbw")
         return [index for index, name in enumerate(COLUMNS) if name not in hidden]
 
