@@ -90,7 +90,7 @@ def _overlaps_itself(array: Array) -> bool:
 
 
 def address(array: Array) -> int:
-    """Address of a C-contiguous array's first element."""
+    """Address of an array's first element."""
     try:
         return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
     except (TypeError, ValueError, BufferError):  # bfloat16 arrays have no buffer protocol
@@ -101,12 +101,9 @@ def same_array(one: Array, other: Array) -> bool:
     """Whether two arrays are the same elements in the same order."""
     if one is other:
         return True
-    return (
-        one.shape == other.shape
-        and one.strides == other.strides
-        and one.dtype == other.dtype
-        and one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
-    )
+    if one.shape != other.shape or one.strides != other.strides or one.dtype != other.dtype:
+        return False
+    return address(one) == address(other)
 
 
 def overlaps(one: Array, other: Array) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -36,6 +36,9 @@ PLANS_KEPT = 256
 SCRATCH_KEPT = 64 << 20
 AWAY_SECONDS = 0.05  # after a longer pause a rank looks for notices before it joins a call
 RECORD_BYTES = 512  # what check="full" exchanges: digest and call site
+
+
+_Ready: TypeAlias = "tuple[Plan | NativePlan, int | None]"  # a plan, and the digest that its tags carry
 
 
 @dataclass(slots=True)
@@ -132,8 +135,10 @@ class Communicator:
         self._tags = Tags(largest_tag())
         self._number = 0
         self._last = perf_counter()
-        self._plans: dict[Any, tuple[Plan | NativePlan, int | None]] = {}
+        self._plans: dict[Any, _Ready] = {}
+        self._ready: dict[Any, _Ready] = {}
         self._scratch = np.empty(0, np.uint8)
+        self._scratch_address = 0
         self._sites: set[tuple[str, ...]] = set()
 
     def __enter__(self) -> Communicator:
@@ -156,6 +161,7 @@ class Communicator:
             self._comm.Free()
         self._comm = None
         self._plans.clear()
+        self._ready.clear()
         self._scratch = np.empty(0, np.uint8)
 
     def reduce_scatter(
@@ -281,6 +287,13 @@ class Communicator:
         if self._comm is None:
             raise ValueError(f"{collective}: this communicator is closed")
         self._peers.check_usable()
+        if timeout is None and counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
+            key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
+            ready = self._ready.get(key)
+            if ready is not None and self._run_ready(ready, sendbuf, recvbuf):
+                return recvbuf
+        else:
+            key = None
         try:
             timeout = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
             resolved = None if op is None else resolve_op(op)
@@ -290,7 +303,22 @@ class Communicator:
             plan, digest = self._plan_for(collective, arguments, resolved, algorithm)
         except (TypeError, ValueError) as error:
             raise self._worded(collective, error) from None
+        if key is not None and arguments.result is recvbuf and plan.work_dtype == arguments.vector.dtype:
+            if len(self._ready) >= PLANS_KEPT:
+                self._ready.clear()
+            self._ready[key] = plan, digest
         return self._execute(plan, digest, arguments, timeout)
+
+    def _run_ready(self, ready: _Ready, sendbuf: Array, recvbuf: Array) -> bool:
+        """The short way of a call that has been here before, on arrays that need no staging; False if they do."""
+        flags, into = sendbuf.flags, recvbuf.flags
+        if not (flags.c_contiguous and into.c_contiguous and into.writeable):
+            return False
+        source, target = arrays.address(sendbuf), arrays.address(recvbuf)
+        if source < target + recvbuf.nbytes and target < source + sendbuf.nbytes:
+            return False
+        self._run(*ready, source, target, (sendbuf, recvbuf), self._settings.timeout)
+        return True
 
     def _worded(self, collective: str, error: Exception) -> Exception:
         """The same error, saying in which call on which rank."""
@@ -317,7 +345,7 @@ class Communicator:
         algorithm: str | None,
         facts: tuple[tuple[str, str], ...] | None = None,
         told_dtype: np.dtype[Any] | None = None,
-    ) -> tuple[Plan | NativePlan, int | None]:
+    ) -> _Ready:
         """The plan of a call and the digest that its tags carry, from the cache if it has been made before.
 
         `facts` and `told_dtype` are compared instead of the rows and dtype that move, when lengths are agreed on.
@@ -362,6 +390,7 @@ class Communicator:
             plan.call = replace(call, dtype=told_dtype)
         if len(self._plans) >= PLANS_KEPT:
             self._plans.clear()
+        self._ready.clear()
         digest = None if self._settings.check == "off" else plan.call.digest()
         self._plans[key] = plan, digest
         return plan, digest
@@ -384,7 +413,7 @@ class Communicator:
                 source = source.copy()
         if target is None:
             target = np.empty(arguments.shape, work)
-        self._run(plan, digest, (source, target), timeout)
+        self._run(plan, digest, arrays.address(source), arrays.address(target), (source, target), timeout)
         if result is None:
             return target if target.dtype == vector.dtype else target.astype(vector.dtype)
         if target is not result:
@@ -392,13 +421,19 @@ class Communicator:
         return result
 
     def _run(
-        self, plan: Plan | NativePlan, digest: int | None, pair: tuple[Array, Array], timeout: float | None
+        self,
+        plan: Plan | NativePlan,
+        digest: int | None,
+        source: int,
+        target: int,
+        buffers: tuple[Array, Array],
+        timeout: float | None,
     ) -> None:
         """Number the call, run it under the waiting loop, count it."""
         assert self._comm is not None
         call, peers = plan.call, self._peers
         scratch = self._scratch_of(plan.scratch_bytes)
-        bases = (arrays.address(pair[0]), arrays.address(pair[1]), arrays.address(scratch))
+        bases = (source, target, self._scratch_address if scratch is self._scratch else arrays.address(scratch))
         waited = peers.waited
         self._number += 1
         try:
@@ -411,7 +446,7 @@ class Communicator:
             started = plan.start(self._comm, bases, tag)
             peers.wait(started, call, self._number, tag, timeout)
         except BaseException as error:
-            peers.leave(error, call, self._number, (pair, scratch))
+            peers.leave(error, call, self._number, (buffers, scratch))
             raise
         key = (call.collective, call.algorithm)
         stats = self.stats.get(key)
@@ -430,6 +465,7 @@ class Communicator:
         scratch = np.empty(nbytes, np.uint8)
         if nbytes <= SCRATCH_KEPT:
             self._scratch = scratch
+            self._scratch_address = arrays.address(scratch)
         return scratch
 
     def _compare_calls(self, call: Call, number: int, timeout: float | None) -> None:

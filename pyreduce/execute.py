@@ -18,7 +18,7 @@ Tags
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -70,16 +70,16 @@ class Tags:
 class Where:
     """A place, compiled: its space and, for every block, the byte offset and the number of elements.
 
-    With a single segment what moves is known in advance: `fixed` holds the pieces as (offset, bytes), neighbours
-    joined.
+    In a call of a single segment, `whole` is (offset, bytes) of the place if it is in one piece.
     """
 
-    __slots__ = ("blocks", "fixed", "space")
+    __slots__ = ("blocks", "space", "whole")
 
     def __init__(self, space: int, blocks: tuple[tuple[int, int], ...], itemsize: int, single: bool) -> None:
         self.space = space
         self.blocks = blocks
-        self.fixed = tuple(_join([(o, n * itemsize) for o, n in blocks if n])) if single else None
+        joined = _join([(o, n * itemsize) for o, n in blocks if n]) if single else []
+        self.whole: Fragment | None = joined[0] if len(joined) == 1 else None
 
 
 class Plan:
@@ -203,8 +203,8 @@ class Plan:
         Messages are cut by the sizes of the pieces alone, which both sides know; a message whose pieces lie apart
         travels as a derived datatype. Nothing to move in the first segment is still a message.
         """
-        if where.fixed is not None and len(where.fixed) == 1 and where.fixed[0][1] <= self.limit:
-            offset, nbytes = where.fixed[0]
+        if where.whole is not None and where.whole[1] <= self.limit:
+            offset, nbytes = where.whole
             return [MPI.buffer.fromaddress(bases[where.space] + offset, nbytes)]
         pieces = self.pieces(where, bases, segment)
         if not pieces:
@@ -303,14 +303,12 @@ class Execution:
         for peer, where in recvs:
             for message in plan.messages(where, bases, lane[0]):
                 posted.append(comm.Irecv(message, peer, tag))
-                self.received += _bytes(message)
-                _free(message)
+                self.received += _release(message)
         lane[3] = posted = []
         for peer, where in sends:
             for message in plan.messages(where, bases, lane[0]):
                 posted.append(comm.Isend(message, peer, tag))
-                self.sent += _bytes(message)
-                _free(message)
+                self.sent += _release(message)
         if not lane[2]:
             lane[2] = None
 
@@ -319,12 +317,11 @@ class Execution:
         plan = self._plan
         segment, bases = lane[0], self._bases[lane[0] % plan.lanes]
         for folds, dst, srcs in plan.rounds[lane[1]][2]:
-            for target, *sources in _rows(plan, dst, srcs, bases, segment):
-                address, nbytes = target
+            for nbytes, target, sources in _rows(plan, dst, srcs, bases, segment):
                 if folds:
-                    ops.fold(plan.kernel, nbytes // plan.itemsize, address, [source for source, _ in sources])
-                elif address != sources[0][0]:
-                    ops.copy(nbytes, address, sources[0][0])
+                    ops.fold(plan.kernel, nbytes // plan.itemsize, target, sources)
+                elif target != sources[0]:
+                    ops.copy(nbytes, target, sources[0])
 
     def _divide(self, lane: list[Any]) -> None:
         plan = self._plan
@@ -333,12 +330,16 @@ class Execution:
                 ops.divide(plan.kernel[1], nbytes // plan.itemsize, address, address, plan.divisor)
 
 
-def _rows(plan: Plan, dst: Where, srcs: Sequence[Where], bases: Sequence[int], segment: int) -> list[Any]:
-    """Target and sources of each contiguous piece of a fold: the whole run where it is in one piece everywhere."""
-    wheres = (dst, *srcs)
-    if all(where.fixed is not None and len(where.fixed) == 1 for where in wheres):
-        return [[(bases[w.space] + w.fixed[0][0], w.fixed[0][1]) for w in wheres if w.fixed]]
-    return list(zip(*(plan.pieces(where, bases, segment) for where in wheres), strict=True))
+def _rows(
+    plan: Plan, dst: Where, srcs: Sequence[Where], bases: Sequence[int], segment: int
+) -> Iterator[tuple[int, int, list[int]]]:
+    """Bytes, target and sources of each contiguous piece of a fold; one piece where all is in one piece."""
+    sources = [bases[src.space] + src.whole[0] for src in srcs if src.whole is not None]
+    if dst.whole is not None and len(sources) == len(srcs):
+        yield dst.whole[1], bases[dst.space] + dst.whole[0], sources
+        return
+    for target, *rest in zip(*(plan.pieces(where, bases, segment) for where in (dst, *srcs)), strict=True):
+        yield target[1], target[0], [source for source, _ in rest]
 
 
 def _places(step: Any) -> tuple[Place, ...]:
@@ -367,16 +368,15 @@ def _buffer(fragments: Sequence[Fragment]) -> Any:
     return [MPI.BOTTOM, 1, scattered]
 
 
-def _bytes(message: Any) -> int:
-    if isinstance(message, MPI.buffer):
+def _release(message: Any) -> int:
+    """Bytes of a message; a derived datatype is given back, which MPI keeps until the message has gone."""
+    if type(message) is MPI.buffer:
         return message.nbytes
-    return int(message[1] * message[2].Get_size())
-
-
-def _free(message: Any) -> None:
-    """Give a derived datatype back; MPI keeps it until the message has gone."""
-    if isinstance(message, list) and message[1] == 1:
-        message[2].Free()
+    if message[1] == 0:
+        return 0
+    nbytes = int(message[2].Get_size())
+    message[2].Free()
+    return nbytes
 
 
 def _all_done(requests: list[MPI.Request]) -> bool:

@@ -161,7 +161,12 @@ def dtype_code(dtype: npt.DTypeLike) -> int:
     TypeError
         The dtype is not supported; the message says what to do.
     """
-    return DTYPES[_name_dtype(np.dtype(dtype))]
+    return _find_code(np.dtype(dtype))
+
+
+@lru_cache(maxsize=256)
+def _find_code(dtype: np.dtype[Any]) -> int:
+    return DTYPES[_name_dtype(dtype)]
 
 
 def _name_dtype(dtype: np.dtype[Any]) -> str:

@@ -1,8 +1,9 @@
 """What a rank knows of its peers: the one waiting loop over MPI, deadlines, and how trouble reaches everybody.
 
 The waiting loop
-    `Peers.wait` advances an execution; when nothing moves it tries a few times more, then yields the core between
-    tries, and every few yields *attends* to its peers: deadline, notices, messages that fit no receive.
+    `Peers.wait` advances an execution; when nothing moves it yields the core between tries (which costs next to
+    nothing where nobody else wants it), and every few tries *attends* to its peers: deadline, notices, messages that
+    fit no receive.
 
 Trouble
     Whoever finds a mismatch, passes its deadline or is torn out of a call sends every other rank a *notice* (tag 0)
@@ -42,8 +43,7 @@ __all__ = ["Peers", "Started"]
 
 log = logging.getLogger("pyreduce")
 
-SPINS = 16  # fruitless tries before the core is yielded
-ATTEND_EVERY = 16  # yields between looks at the clock and at notices
+ATTEND_EVERY = 64  # fruitless tries between looks at the clock and at notices
 QUERY_AFTER = 1.0  # idle seconds after which peers are asked which call they are in
 GRACE = 0.4  # seconds to collect notices in
 
@@ -334,10 +334,9 @@ class _Wait:
             if tries == 0:
                 idle_since = perf_counter()
             tries += 1
-            if tries > SPINS:
-                sched_yield()
-                if tries % ATTEND_EVERY == 0:
-                    self.attend(perf_counter(), idle_since)
+            sched_yield()
+            if tries % ATTEND_EVERY == 0:
+                self.attend(perf_counter(), idle_since)
         if tries:
             self.peers.waited += perf_counter() - idle_since
 
