@@ -43,8 +43,8 @@ enum pr_dtype {
 
 /* out[i] = ((s0[i] op s1[i]) op s2[i]) ... for i < n, in one pass over memory, for any k >= 1. out may be exactly one
  * of the sources, any of them; other overlaps are not allowed. Any alignment. Integers wrap; MIN and MAX propagate the
- * first NaN; logical ops give 0 or 1, also for k = 1, where every other op copies; float16 and bfloat16 are folded in
- * float32 and rounded once, to nearest even. All instruction sets give the same bits, but for which NaN a SUM or PROD
+ * first NaN; logical ops give 0 or 1; k = 1 is a copy; float16 and bfloat16 are folded in float32 and rounded once, to
+ * nearest even. All instruction sets give the same bits, but for which NaN a SUM or PROD
  * of several different NaNs becomes. */
 int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, int k);
 

@@ -80,7 +80,7 @@ int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, i
         return PR_BAD_PAIR;
     if (n == 0)
         return PR_OK;
-    if (k == 1 && dtype != PR_BOOL && !(op >= PR_LAND && op <= PR_LXOR)) {
+    if (k == 1) {
         memmove((void *)out, (const void *)srcs[0], n * size);
         return PR_OK;
     }

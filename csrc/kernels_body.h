@@ -25,10 +25,8 @@
         enum { W = W_, TILE = TILE_BYTES / sizeof(A) * W };                                                           \
         T *out = to;                                                                                                  \
         size_t whole = n - n % W;                                                                                     \
-        const T *p0 = SRC(0), *p1 = SRC(k > 1 ? 1 : 0), *p2 = SRC(k > 2 ? 2 : 0), *p3 = SRC(k > 3 ? 3 : 0);           \
-        if (FUSE && k == 1)                                                                                           \
-            EACH(whole, STORE(out + i, LOAD(p0 + i)))                                                                 \
-        else if (FUSE && k == 2)                                                                                      \
+        const T *p0 = SRC(0), *p1 = SRC(1), *p2 = SRC(k > 2 ? 2 : 0), *p3 = SRC(k > 3 ? 3 : 0);           \
+        if (FUSE && k == 2)                                                                                      \
             EACH(whole, STORE(out + i, OP(LOAD(p0 + i), LOAD(p1 + i))))                                               \
         else if (FUSE && k == 3)                                                                                      \
             EACH(whole, A a = OP(LOAD(p0 + i), LOAD(p1 + i)); STORE(out + i, OP(a, LOAD(p2 + i))))                    \

@@ -57,10 +57,10 @@ def check_block(sendbuf: Any) -> Array:
     return block
 
 
-def check_has_rows(vector: Array) -> None:
+def check_has_rows(vector: Array, name: str = "sendbuf") -> None:
     """A 0-dimensional array has no rows to cut into blocks."""
     if vector.ndim == 0:
-        raise ValueError("sendbuf is 0-dimensional and has no rows; pass x.reshape(1)")
+        raise ValueError(f"{name} is 0-dimensional and has no rows; pass x.reshape(1)")
 
 
 def check_arguments(
@@ -91,13 +91,15 @@ def check_arguments(
         if output is not None:
             if vector.dtype != output.dtype:
                 raise TypeError(f"sendbuf is {vector.dtype}, recvbuf is {output.dtype}; they must be the same")
-            in_place = collective != "allgather" and arrays.same_array(vector, output)
+            in_place = arrays.same_array(vector, output)
             if not in_place and arrays.overlaps(vector, output):
                 raise ValueError("sendbuf and recvbuf overlap; pass the same array twice, or IN_PLACE, or a copy")
     ops.dtype_code(vector.dtype)
     if collective == "allreduce":
         return _allreduce_arguments(vector, output, in_place, nranks)
     check_has_rows(vector)
+    if output is not None:
+        check_has_rows(output, "recvbuf")
     if output is not None and output.shape[1:] != vector.shape[1:]:
         raise ValueError(f"rows of sendbuf are {vector.shape[1:]}, rows of recvbuf are {output.shape[1:]}")
     rows = None if counts is None else check_counts(counts, nranks)

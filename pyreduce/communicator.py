@@ -288,15 +288,20 @@ class Communicator:
             raise ValueError(f"{collective}: this communicator is closed")
         self._peers.check_usable()
         if timeout is None and counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
-            key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
-            ready = self._ready.get(key)
+            key: Any = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
+            try:
+                ready = self._ready.get(key)
+            except TypeError:  # an op or algorithm without a hash: refused below
+                ready = key = None
             if ready is not None and self._run_ready(ready, sendbuf, recvbuf):
                 return recvbuf
         else:
             key = None
         try:
             timeout = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
-            resolved = None if op is None else resolve_op(op)
+            if algorithm is not None and not isinstance(algorithm, str):
+                algorithms.get(algorithm)
+            resolved = None if collective == "allgather" else resolve_op(op)
             if collective == "allgather" and recvbuf is None and counts is None:
                 counts = self._agree_on_counts(sendbuf, algorithm, timeout)
             arguments = check_arguments(collective, sendbuf, recvbuf, counts, self.size, self.rank)
@@ -362,7 +367,9 @@ class Communicator:
             ops.kernel(op, dtype)
         name = algorithm if algorithm is not None else self._algorithm
         if name is None:
-            name, _ = choose(collective, nbytes, self.size, op, dtype, self._deterministic)
+            name, _ = choose(
+                collective, nbytes, self.size, op, dtype, self._deterministic, self._settings.message_bytes
+            )
         check_algorithm(name, collective, nbytes, self.size, self.rank, op, dtype, self._settings.message_bytes)
         if (
             self._deterministic

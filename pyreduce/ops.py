@@ -280,7 +280,7 @@ def fold(
     out : int
         Address of the result, of any alignment; it may be exactly one of the sources.
     srcs : list of int
-        Addresses of the sources, at least one. With one, logical ops give its truth and all others a copy.
+        Addresses of the sources, at least one; with one, a copy.
     """
     op, dtype = kernel
     if len(srcs) == 2:

@@ -22,7 +22,13 @@ RING_BYTES = 1 << 20
 
 
 def choose(
-    collective: str, nbytes: int, nranks: int, op: Op | None, dtype: np.dtype, deterministic: bool
+    collective: str,
+    nbytes: int,
+    nranks: int,
+    op: Op | None,
+    dtype: np.dtype,
+    deterministic: bool = False,
+    limit: int = MESSAGE_BYTES,
 ) -> tuple[str, str]:
     """The algorithm for a call that names none.
 
@@ -37,6 +43,8 @@ def choose(
     dtype : numpy.dtype
     deterministic : bool
         Allow only algorithms that fold in rank order.
+    limit : int
+        The message limit.
 
     Returns
     -------
@@ -50,15 +58,13 @@ def choose(
         return "naive", f"at most {NAIVE_BYTES} bytes on at most {NAIVE_RANKS} ranks: one round beats fewer bytes"
     if nbytes > RING_BYTES:
         return "ring", f"more than {RING_BYTES} bytes: fewest bytes win"
-    refusal = native_refuses(collective, op, dtype, nbytes)
+    refusal = native_refuses(collective, op, dtype, nbytes, limit)
     if refusal:
         return "ring", f"native does not serve: {refusal}"
     return "native", "middling size: the MPI's own collective"
 
 
-def native_refuses(
-    collective: str, op: Op | None, dtype: np.dtype, nbytes: int, limit: int = MESSAGE_BYTES
-) -> str | None:
+def native_refuses(collective: str, op: Op | None, dtype: np.dtype, nbytes: int, limit: int) -> str | None:
     """Why the MPI's own collective cannot serve a call, or None."""
     if nbytes > limit:
         return f"the vector is longer than {limit} bytes, the message limit"

@@ -6,7 +6,7 @@ Under ``mpirun -n N python -m pytest`` every rank runs pytest over the same test
 
 - a test that takes the fixture `world` (or `comm`, which needs it) is collective. With `comm` it runs once for each of
   P = 1, 2, 3, 4, N ranks; ranks beyond P pass through;
-- every other test is pure and runs on rank 0 alone;
+- every other test is pure: it runs alone only, and is deselected here;
 - after each phase of each test the ranks exchange their outcomes: if one failed, all fail, and say who and why. So
   ``-x`` stops all ranks at the same test, and all ranks exit with the same status;
 - nobody waits for ever: calls of pyreduce time out, then the exchange does, naming who is missing, and aborts the job;
@@ -136,6 +136,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.unregister(name="terminalreporter")
         silence = open(os.devnull, "w")  # noqa: SIM115
         config.pluginmanager.register(pytest.TerminalReporter(config, silence), "terminalreporter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Pure tests have nothing to gain from more ranks: under mpirun they are left to the run alone."""
+    if SIZE > 1:
+        pure = [item for item in items if not is_collective(item)]
+        config.hook.pytest_deselected(items=pure)
+        items[:] = [item for item in items if is_collective(item)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -182,8 +182,8 @@ def expect(
     `counts` are the rows of each block of a reduce_scatter; an allreduce cuts by elements.
     """
     nranks = len(inputs)
-    if nranks == 1:
-        return inputs[0].copy()
+    if nranks == 1:  # logical ops give the truth of one rank's values, all others the values
+        return oracle(op, [inputs[0]])
     if collective == "allreduce":
         flat = [x.reshape(-1) for x in inputs]
         counts = partition(flat[0].size, nranks)

@@ -144,7 +144,6 @@ def test_arrays_without_rows(communicator: pr.Communicator, collective: str) -> 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "allgather"])
 def test_recvbuf_without_rows(communicator: pr.Communicator, collective: str) -> None:
-    # A bug as of now: "len() of unsized object", says the TypeError, which names neither recvbuf nor what to pass.
     function = getattr(communicator, collective)
     check_refused(communicator, ValueError, "recvbuf is 0-dimensional", function, np.zeros(1), np.array(1.0))
 
@@ -226,7 +225,6 @@ def test_ops(communicator: pr.Communicator, collective: str) -> None:
 
 @pytest.mark.parametrize("collective", REDUCTIONS)
 def test_a_reduction_needs_an_op(communicator: pr.Communicator, collective: str) -> None:
-    # A bug as of now: op=None is accepted and takes the way of an allgather: op and dtype go unchecked, and it sums.
     for dtype in (np.int32, bool):
         with pytest.raises(TypeError, match=f"{collective}: op must be an op or its name, not NoneType"):
             call(communicator, collective, np.zeros(5, dtype), op=None, algorithm="naive")
@@ -244,7 +242,6 @@ def test_algorithm_names(communicator: pr.Communicator, collective: str) -> None
 
 @every_collective
 def test_an_algorithm_that_has_no_hash(communicator: pr.Communicator, collective: str) -> None:
-    # A bug as of now, though small: "unhashable type: 'list'", of which a user can make nothing.
     text = r"no algorithm is called \['ring'\]"
     check_refused(communicator, ValueError, text, getattr(communicator, collective), np.zeros(5), algorithm=["ring"])
 

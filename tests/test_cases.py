@@ -380,8 +380,6 @@ def test_row_25_long_messages_are_cut(
 def test_row_25_choosing_for_the_user_heeds_the_limit(
     make_communicator: MakeCommunicator, comm: Any, collective: str
 ) -> None:
-    # A bug as of now: communicator._plan_for asks selection.choose, which knows the default limit only and answers
-    # "native"; then check_algorithm refuses native for the communicator's own limit, in a call that named no algorithm.
     c = make_communicator(message_bytes=2**12)
     for rows in (100, 5000, 150_001):
         run_checked(c, collective, "float32", rows, times=1)

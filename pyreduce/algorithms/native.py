@@ -61,7 +61,6 @@ class NativePlan:
         self.agreement = Plan(agreement(call.nranks, call.rank), nothing)
         self.kernel = ops.kernel(call.op, call.work_dtype) if call.op is not None else (0, 0)
         self.datatype = MPI.BYTE if call.op is None else mpi_datatype(call.work_dtype)
-        self.finishes = call.divides or (call.op is not None and call.nranks == 1)
         self.op = mpi_op(call) if call.op is not None else MPI.OP_NULL
 
     def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> NativeExecution:
@@ -96,8 +95,8 @@ class NativeExecution:
             self.moves += 1
         if not self._request.Test():
             return False
-        if self._plan.finishes:
-            self._finish()
+        if self._plan.call.divides:
+            self._divide()
         self._done = True
         return True
 
@@ -130,14 +129,10 @@ class NativeExecution:
             return comm.Ireduce_scatter_block([vector[0], own, plan.datatype], result, plan.op)
         return comm.Ireduce_scatter(vector, result, list(counts), plan.op)
 
-    def _finish(self) -> None:
-        """What the MPI leaves undone: the mean, and the truth of a single rank's values, which it only copies."""
+    def _divide(self) -> None:
         call, target = self._plan.call, self._bases[1]
         folded = call.counts[call.rank] if call.collective == "reduce_scatter" else sum(call.counts)
-        if call.divides:
-            ops.divide(self._plan.kernel[1], folded, target, target, call.nranks)
-        else:
-            ops.fold(self._plan.kernel, folded, target, [target])
+        ops.divide(self._plan.kernel[1], folded, target, target, call.nranks)
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype:
