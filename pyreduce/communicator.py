@@ -287,20 +287,19 @@ class Communicator:
         if self._comm is None:
             raise ValueError(f"{collective}: this communicator is closed")
         self._peers.check_usable()
+        key: Any = None
         if timeout is None and counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
-            key: Any = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
+            key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
             try:
                 ready = self._ready.get(key)
             except TypeError:  # an op or algorithm without a hash: refused below
-                ready = key = None
+                key, ready = None, None
             if ready is not None and self._run_ready(ready, sendbuf, recvbuf):
                 return recvbuf
-        else:
-            key = None
         try:
             timeout = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
             if algorithm is not None and not isinstance(algorithm, str):
-                algorithms.get(algorithm)
+                algorithms.get(algorithm)  # type: ignore[unreachable]
             resolved = None if collective == "allgather" else resolve_op(op)
             if collective == "allgather" and recvbuf is None and counts is None:
                 counts = self._agree_on_counts(sendbuf, algorithm, timeout)

@@ -2,7 +2,7 @@
 
 The waiting loop
     `Peers.wait` advances an execution; when nothing moves it yields the core between tries (which costs next to
-    nothing where nobody else wants it), and every few tries *attends* to its peers: deadline, notices, messages that
+    nothing where nobody else wants it), and every millisecond *attends* to its peers: deadline, notices, messages that
     fit no receive.
 
 Trouble
@@ -43,9 +43,10 @@ __all__ = ["Peers", "Started"]
 
 log = logging.getLogger("pyreduce")
 
-ATTEND_EVERY = 64  # fruitless tries between looks at the clock and at notices
+ATTEND_SECONDS = 1e-3  # idle time between looks at notices: long against a message, short against a deadline
 QUERY_AFTER = 1.0  # idle seconds after which peers are asked which call they are in
-GRACE = 0.4  # seconds to collect notices in
+GRACE = 0.5  # seconds to collect notices in, after a timeout: who has not come by then is missing
+MISMATCH_GRACE = 5.0  # the same after a mismatch, where all ranks are expected to come
 
 POLLS = 4  # looks for notices after a pause: an MPI that made no progress meanwhile needs a few to pull them in
 QUIET = ("query", "here")
@@ -181,7 +182,7 @@ class Peers:
         peers, round_number = started.awaited()
         own = Notice(kind, number, call.fingerprint(), round_number, detail)
         self._tell(own)
-        heard = self._collect(number)
+        heard = self._collect(number, kind)
         heard[self.rank] = own
         error = self._judge(call, number, peers, round_number, heard)
         self.broken = error
@@ -262,16 +263,21 @@ class Peers:
         """Peers known to have come as far as call `number`."""
         return {peer for peer, notice in self._pending.items() if notice.number >= number}
 
-    def _collect(self, number: int) -> dict[int, Notice]:
-        """Every peer's notice about call `number`, waiting `GRACE` seconds at most for those that stay silent."""
-        end = perf_counter() + GRACE
+    def _collect(self, number: int, kind: str) -> dict[int, Notice]:
+        """Every peer's notice about call `number`, waiting some time for those that stay silent."""
+        begun = perf_counter()
+        grace = MISMATCH_GRACE if kind == "mismatch" else GRACE
         said: dict[int, Notice] = {p: n for p, n in self._pending.items() if n.kind not in QUIET}
-        while (len(said) < self.size - 1 or not MPI.Request.Testall(self._sending)) and perf_counter() < end:
+        while (len(said) < self.size - 1 or not MPI.Request.Testall(self._sending)) and (
+            perf_counter() < begun + grace
+        ):
             arrived = self._arrived()
             for source, notice in arrived:
                 self._pending[source] = notice
                 if notice.kind not in QUIET:
                     said[source] = notice
+                if notice.kind == "mismatch":
+                    grace = MISMATCH_GRACE
             if not arrived:
                 os.sched_yield()
         return {**{p: n for p, n in self._pending.items() if n.number >= number}, **said}
@@ -322,7 +328,7 @@ class _Wait:
 
     def run(self) -> None:
         started, advance, sched_yield = self.started, self.started.advance, os.sched_yield
-        moves, idle_since, tries = started.moves, self.begun, 0
+        moves, idle_since, attend_at, tries = started.moves, self.begun, self.begun, 0
         while not advance():
             if started.moves != moves:
                 moves = started.moves
@@ -333,10 +339,13 @@ class _Wait:
                 continue
             if tries == 0:
                 idle_since = perf_counter()
+                attend_at = idle_since + ATTEND_SECONDS
             tries += 1
             sched_yield()
-            if tries % ATTEND_EVERY == 0:
-                self.attend(perf_counter(), idle_since)
+            now = perf_counter()
+            if now > attend_at:
+                self.attend(now, idle_since)
+                attend_at = now + ATTEND_SECONDS
         if tries:
             self.peers.waited += perf_counter() - idle_since
 
@@ -348,8 +357,7 @@ class _Wait:
         fingerprint = call.fingerprint() if peers._pending else ()
         bad = peers.trouble(number, fingerprint)
         if bad is not None:
-            detail = bad.detail if bad.kind == "timeout" else ""
-            peers.fail("joined", call, number, self.started, detail)
+            peers.fail("mismatch" if bad.kind in (*QUIET, "mismatch") else "joined", call, number, self.started, "")
         for peer in awaited:
             if peers.comm.Iprobe(peer, MPI.ANY_TAG, peers._status):
                 tag = peers._status.tag

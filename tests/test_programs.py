@@ -39,8 +39,8 @@ def test_these_are_all_there_are() -> None:
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_right_for_many_numbers_of_ranks(thorough: bool, algorithm: str, collective: str) -> None:
-    """All of P = 1..64 with ``--thorough`` (minutes); all up to 24, and those around powers of two, without."""
-    ranks = range(1, 65) if thorough else [*range(1, 25), 31, 32, 33, 48, 63, 64]
+    """All of P = 1..64 with ``--thorough`` (minutes); all up to 17 and some more without."""
+    ranks = range(1, 65) if thorough else [*range(1, 18), 24, 31, 32, 33, 64]
     in_rank_order = True
     for nranks in ranks:
         report = verify(algorithm, algorithms.get(algorithm).rounds, collective, nranks)

@@ -29,7 +29,7 @@ from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols
 
 PROGRAMS = ["naive", "ring"]
-RANKS = [1, 2, 3, 4, 5, 7, 8, 11, 16]
+RANKS = [1, 2, 3, 4, 5, 7, 8, 13]
 
 
 def play(algorithm: str, collective: str, inputs: list[np.ndarray], **options: Any) -> list[np.ndarray]:
@@ -58,7 +58,7 @@ def check(algorithm: str, collective: str, inputs: list[np.ndarray], op: str = "
 @pytest.mark.parametrize("collective", REDUCTIONS)
 def test_reductions_of_many_sizes(collective: str, algorithm: str, nranks: int) -> None:
     for rows in sorted({0, 1, nranks - 1, nranks, nranks + 1, 2 * nranks + 1}):
-        for row_shape in ((), (3,), (2, 2), (0,)):
+        for row_shape in ((), (2, 2), (0,)):
             inputs = everybody("float64", (rows, *row_shape), nranks)
             if collective == "allreduce" and row_shape:  # the simulator cuts by rows, calls over MPI by elements
                 outputs = play(algorithm, collective, inputs)
@@ -86,7 +86,7 @@ def test_every_op_and_dtype(op: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(("op", "dtype"), DEFINED)
 def test_one_rank_alone(op: str, dtype: str) -> None:
-    """The one place where logical ops might forget to give 0 and 1."""
+    """One operand is a copy, for logical ops too."""
     for algorithm in PROGRAMS:
         for collective in REDUCTIONS:
             check(algorithm, collective, everybody(dtype, (9,), 1), op)
