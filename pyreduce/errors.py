@@ -72,6 +72,8 @@ class BrokenCommunicatorError(PyreduceError, RuntimeError):
 def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks in words: ``rank 3``, ``ranks 0, 2 and 5``, ``ranks 0-6 and 9``."""
     ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
     runs: list[list[int]] = []
     for rank in ordered:
         if runs and runs[-1][1] == rank - 1:

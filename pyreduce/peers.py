@@ -376,7 +376,10 @@ class _Wait:
         self.warned = True
         present = self.peers.present(self.number) | {self.peers.rank}
         missing = [rank for rank in range(self.peers.size) if rank not in present]
-        who = f"{name_ranks(missing)} not arrived" if missing else f"waiting for {name_ranks(awaited)}"
+        if missing:
+            who = f"{name_ranks(missing)} not arrived"
+        else:
+            who = f"waiting for {name_ranks(awaited)}" if awaited else "all ranks have come"
         log.warning(
             "%s (call %d, rank %d of %d) has waited %.0f s in round %d: %s",
             self.call.collective, self.number, self.peers.rank, self.peers.size, seconds, round_number, who,

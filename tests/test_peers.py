@@ -304,6 +304,7 @@ def test_timeout_zero_is_not_for_ever(world):
 
 
 def test_ranks_in_words():
+    assert name_ranks([]) == "no rank"
     assert name_ranks([3]) == "rank 3"
     assert name_ranks([2, 0]) == "ranks 0 and 2"
     assert name_ranks([5, 0, 1, 2, 3, 4, 9]) == "ranks 0-5 and 9"

@@ -93,5 +93,3 @@ def _next_commands(rows: Sequence[Row], machine: Machine) -> list[str]:
 
 def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
