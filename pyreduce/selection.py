@@ -14,11 +14,12 @@ from pyreduce.settings import MESSAGE_BYTES
 
 __all__ = ["check_algorithm", "choose"]
 
-# Measured on one node under MPICH, Open MPI and Intel MPI (benchmarks/results/bench-*.json): below, one round of naive
-# beats everything; above RING_BYTES the ring's few bytes win; between, and for many ranks, the MPI's own.
-NAIVE_BYTES = 4096  # bytes of the whole vector, all ranks together sending (P - 1) times that
+# Measured with 2 and 4 ranks on 2 cores under MPICH, Open MPI and Intel MPI (benchmarks/results/bench-*.json): as long
+# as a rank receives little, one round of naive beats everything of ours; from RING_BYTES on the ring's few bytes win;
+# between, and on many ranks, the MPI's own.
+NAIVE_BYTES = 192 << 10  # bytes that a rank receives: (P - 1) vectors
 NAIVE_RANKS = 8
-RING_BYTES = 1 << 20
+RING_BYTES = 512 << 10  # bytes of the whole vector
 
 
 def choose(
@@ -54,10 +55,11 @@ def choose(
         return "naive", "deterministic: folds in rank order"
     if nranks == 1:
         return "ring", "one rank: a copy"
-    if nbytes <= NAIVE_BYTES and nranks <= NAIVE_RANKS:
-        return "naive", f"at most {NAIVE_BYTES} bytes on at most {NAIVE_RANKS} ranks: one round beats fewer bytes"
-    if nbytes > RING_BYTES:
-        return "ring", f"more than {RING_BYTES} bytes: fewest bytes win"
+    received = nbytes * (nranks - 1) if op is not None else nbytes
+    if received <= NAIVE_BYTES and nranks <= NAIVE_RANKS:
+        return "naive", f"a rank receives {received} bytes at most: one round beats fewer bytes"
+    if nbytes >= RING_BYTES:
+        return "ring", f"at least {RING_BYTES} bytes: fewest bytes win"
     refusal = native_refuses(collective, op, dtype, nbytes, limit)
     if refusal:
         return "ring", f"native does not serve: {refusal}"
@@ -72,6 +74,8 @@ def native_refuses(collective: str, op: Op | None, dtype: np.dtype, nbytes: int,
         return None
     if dtype.name == "bfloat16" and op.name != "AVG":
         return "MPI has no bfloat16"
+    if op.name == "SUM" and dtype.kind in "iu" and dtype.itemsize < 4:
+        return f"MPI's SUM of {dtype.name} need not wrap: Open MPI's saturates"
     if op.name in ("MIN", "MAX") and dtype.kind in "f":
         return f"MPI's {op.name} need not propagate NaN"
     return None

@@ -5,8 +5,8 @@ Source
 Cost
     The MPI's nonblocking collective, plus ceil(log2 P) empty messages a rank before it.
 Restrictions
-    No bfloat16 (but for AVG and allgather), no MIN and MAX of floats (MPI's need not propagate NaN), no vector longer
-    than the message limit. The fold order is the MPI's secret.
+    No bfloat16 (but for AVG and allgather), no MIN and MAX of floats (MPI's need not propagate NaN), no SUM of 8- and
+    16-bit integers (Open MPI's saturates), no vector longer than the message limit. The fold order is the MPI's secret.
 Best for
     Middling sizes, where the MPI's tuned C beats our Python rounds.
 
