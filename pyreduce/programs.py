@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pyreduce.errors import AlgorithmError
 
@@ -70,12 +71,17 @@ class Place:
     count: int = 1
     slot: int = 0
 
-    def cells(self, nranks: int) -> list[tuple[str, int, int]]:
+    def cells(self, nranks: int) -> tuple[tuple[str, int, int], ...]:
         """The place taken apart: ``(space, index within the space, block)`` for every block of it."""
-        blocks = [(self.first + i) % nranks for i in range(self.count)]
-        if self.space == SCRATCH:
-            return [(SCRATCH, self.slot + i, block) for i, block in enumerate(blocks)]
-        return [(self.space, block, block) for block in blocks]
+        return _take_apart(self, nranks)
+
+
+@lru_cache(maxsize=1 << 16)
+def _take_apart(place: Place, nranks: int) -> tuple[tuple[str, int, int], ...]:
+    blocks = [(place.first + i) % nranks for i in range(place.count)]
+    if place.space == SCRATCH:
+        return tuple((SCRATCH, place.slot + i, block) for i, block in enumerate(blocks))
+    return tuple((place.space, block, block) for block in blocks)
 
 
 def place_input(first: int, count: int = 1) -> Place:
@@ -126,6 +132,7 @@ class Copy:
 
 
 Step = Send | Recv | Fold | Copy
+_STEPS, _MESSAGES = (Send, Recv, Fold, Copy), (Send, Recv)
 RoundsFunction = Callable[[str, int, int], Iterable[Sequence[Step]]]
 
 
@@ -169,7 +176,7 @@ class Program:
         """Count rounds, blocks, messages and folds."""
         talking = sent = received = messages = folds = 0
         for steps in self.rounds:
-            talking += any(isinstance(step, Send | Recv) for step in steps)
+            talking += any(isinstance(step, _MESSAGES) for step in steps)
             for step in steps:
                 if isinstance(step, Send):
                     sent += step.src.count
@@ -243,58 +250,64 @@ def places(step: Step) -> tuple[Place, ...]:
 
 
 def _check_step(step: Step, collective: str, nranks: int, rank: int, where: str) -> None:
-    if not isinstance(step, Send | Recv | Fold | Copy):
+    if not isinstance(step, _STEPS):
         raise AlgorithmError(f"{where}: {step!r} is not a step (Send, Recv, Fold or Copy)")
-    if isinstance(step, Send | Recv):
+    if isinstance(step, _MESSAGES):
         if not (isinstance(step.peer, int) and 0 <= step.peer < nranks):
             raise AlgorithmError(f"{where}: {step!r} names peer {step.peer!r}; ranks are 0..{nranks - 1}")
         if step.peer == rank:
             raise AlgorithmError(f"{where}: {step!r} talks to its own rank; use Copy")
     if isinstance(step, Fold) and not step.srcs:
         raise AlgorithmError(f"{where}: {step!r} folds nothing")
-    written = places(step)[0] if not isinstance(step, Send) else None
-    for place in places(step):
+    named = places(step)
+    for place in named:
         if not isinstance(place, Place) or place.space not in (INPUT, OUTPUT, SCRATCH):
             raise AlgorithmError(f"{where}: {place!r} is not a place in input, output or scratch")
         if not (0 <= place.first < nranks and 0 <= place.count <= nranks and place.slot >= 0):
             raise AlgorithmError(f"{where}: {place!r} is out of range; blocks are 0..{nranks - 1}")
-        if isinstance(step, Fold | Copy) and (place.first, place.count) != (step.dst.first, step.dst.count):
-            raise AlgorithmError(f"{where}: {step!r} mixes blocks {_run(step.dst)} and {_run(place)}")
-        have = {INPUT: input_blocks, OUTPUT: output_blocks}.get(place.space)
-        if have is not None:
-            owned = have(collective, nranks, rank)
-            for _, block, _ in place.cells(nranks):
-                if block not in owned:
-                    raise AlgorithmError(f"{where}: {step!r} names block {block}, which is not in its {place.space}")
-    if written is not None and written.space == INPUT:
+        if (place.first, place.count) != (named[0].first, named[0].count):
+            raise AlgorithmError(f"{where}: {step!r} mixes blocks {_run(named[0])} and {_run(place)}")
+        if place.space != SCRATCH and (place.space == INPUT) == (collective == "allgather"):
+            _check_owned(step, place, collective, nranks, rank, where)
+    if named[0].space == INPUT and not isinstance(step, Send):
         raise AlgorithmError(f"{where}: {step!r} writes to the input, which is read-only")
+
+
+def _check_owned(step: Step, place: Place, collective: str, nranks: int, rank: int, where: str) -> None:
+    """The block of an allgather's input, or of a reduce_scatter's output, is the rank's own."""
+    have = input_blocks if place.space == INPUT else output_blocks
+    owned = have(collective, nranks, rank)
+    for _, block, _ in place.cells(nranks):
+        if block not in owned:
+            raise AlgorithmError(f"{where}: {step!r} names block {block}, which is not in its {place.space}")
 
 
 def _run(place: Place) -> str:
     return f"{place.first}" if place.count == 1 else f"{place.first}..+{place.count}"
 
 
-def _cells(place: Place, nranks: int) -> set[tuple[str, int]]:
-    return {(space, index) for space, index, _ in place.cells(nranks)}
+def _cells(place: Place, nranks: int) -> list[tuple[str, int]]:
+    return [(space, index) for space, index, _ in place.cells(nranks)]
 
 
 def _check_round(steps: tuple[Step, ...], nranks: int, where: str) -> None:
     """No step writes where a send of the round reads, and no two receives meet."""
     reading: set[tuple[str, int]] = set()
     receiving: set[tuple[str, int]] = set()
+    for src in {step.src for step in steps if isinstance(step, Send)}:
+        reading.update(_cells(src, nranks))
     for step in steps:
         if isinstance(step, Send):
-            reading |= _cells(step.src, nranks)
-        elif isinstance(step, Recv):
-            cells = _cells(step.dst, nranks)
-            if receiving & cells:
-                raise AlgorithmError(f"{where}: two receives write to {sorted(receiving & cells)[0]}")
-            receiving |= cells
-    for step in steps:
-        if not isinstance(step, Send):
-            clash = _cells(places(step)[0], nranks) & reading
+            continue
+        cells = _cells(places(step)[0], nranks)
+        clash = reading.intersection(cells)
+        if clash:
+            raise AlgorithmError(f"{where}: {step!r} writes to {min(clash)} while a send reads it")
+        if isinstance(step, Recv):
+            clash = receiving.intersection(cells)
             if clash:
-                raise AlgorithmError(f"{where}: {step!r} writes to {sorted(clash)[0]} while a send reads it")
+                raise AlgorithmError(f"{where}: two receives write to {min(clash)}")
+            receiving.update(cells)
 
 
 def in_place_safe(program: Program) -> bool:
@@ -323,7 +336,7 @@ def in_place_safe(program: Program) -> bool:
         if sent & gone:
             return False
         for step in steps:
-            if isinstance(step, Send | Recv):
+            if isinstance(step, _MESSAGES):
                 continue
             read, written = needs(places(step)[1:]), covers(step.dst)
             if isinstance(step, Copy) and read == written and not shift:

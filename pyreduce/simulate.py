@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pyreduce.blocks import check_counts, offsets, partition
 from pyreduce.errors import AlgorithmError
 from pyreduce.ops import AVG, SUM, Op, divide, dtype_code, fold_arrays, kernel, resolve_op
-from pyreduce.programs import INPUT, OUTPUT, SCRATCH, Fold, Place, Program, Recv, Send, input_blocks
+from pyreduce.programs import INPUT, OUTPUT, SCRATCH, Copy, Fold, Place, Program, Recv, Send, input_blocks
 
 __all__ = ["Simulation", "run"]
 
@@ -93,10 +93,13 @@ class Simulation(Generic[Value]):
         """Post the sends and receives of a rank's round, match what can be; ranks whose round may be over."""
         touched = {rank}
         number = self._round[rank]
+        read: dict[Place, list[tuple[int, Value]]] = {}
         for step in self.programs[rank].rounds[number]:
             if isinstance(step, Send):
                 pair = (rank, step.peer)
-                values = self._read(rank, step.src)
+                values = read.get(step.src)
+                if values is None:
+                    values = read[step.src] = self._read(rank, step.src)
                 self._sends.setdefault(pair, deque()).append((number, step.src, values))
             elif isinstance(step, Recv):
                 pair = (step.peer, rank)
@@ -132,27 +135,29 @@ class Simulation(Generic[Value]):
                     (cells[0][0], self.fold([value for _, value in cells])) for cells in zip(*columns, strict=True)
                 ]
                 self._write(rank, step.dst, folded)
-            elif not isinstance(step, Send | Recv):
+            elif isinstance(step, Copy):
                 self._write(rank, step.dst, self._read(rank, step.src))
         self._round[rank] = number + 1
         if self.watch is not None:
             self.watch(rank, number + 1, self.memory[rank])
 
     def _read(self, rank: int, place: Place) -> list[tuple[int, Value]]:
+        memory = self.memory[rank]
         found = []
         for space, index, block in place.cells(self.nranks):
-            cell = self.memory[rank].get((space, index))
-            what = f"{self.where}: rank {rank} reads {_cell(space, index)} in round {self._round[rank] + 1}"
-            if cell is None:
-                raise AlgorithmError(f"{what}, where block {block} was never received or written")
-            if cell[0] != block:
+            cell = memory.get((space, index))
+            if cell is None or cell[0] != block:
+                what = f"{self.where}: rank {rank} reads {_cell(space, index)} in round {self._round[rank] + 1}"
+                if cell is None:
+                    raise AlgorithmError(f"{what}, where block {block} was never received or written")
                 raise AlgorithmError(f"{what} as block {block}, but it holds block {cell[0]}")
             found.append(cell)
         return found
 
     def _write(self, rank: int, place: Place, values: list[tuple[int, Value]]) -> None:
+        memory = self.memory[rank]
         for (space, index, _), cell in zip(place.cells(self.nranks), values, strict=True):
-            self.memory[rank][space, index] = cell
+            memory[space, index] = cell
 
     def _check_all_done(self) -> None:
         for (source, target), sends in self._sends.items():

@@ -100,8 +100,9 @@ def verify(name: str, function: RoundsFunction, collective: str, nranks: int) ->
         for block in output_blocks(collective, nranks, rank):
             if block not in output:
                 raise AlgorithmError(f"{where}: block {block} on rank {rank} was never received or written")
-            _check_contributions(output[block], collective, nranks, block, rank, where)
             other, order = orders.setdefault(block, (rank, output[block]))
+            if rank == other or order != output[block]:  # an order that was right is so on every rank
+                _check_contributions(output[block], collective, nranks, block, rank, where)
             if order != output[block] and _canonical(order) != _canonical(output[block]):
                 raise AlgorithmError(
                     f"{where}: block {block} is folded as {format_symbol(order)} on rank {other} but as "

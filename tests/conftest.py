@@ -121,10 +121,6 @@ def takes_part(item: pytest.Item) -> bool:
 exchange: Exchange | None = None
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="verify programs for all of P = 1..64")
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     global exchange
@@ -204,12 +200,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marker = metafunc.definition.get_closest_marker("ranks")
         sizes = [P for P in marker.args if P <= SIZE] if marker else sorted({*range(1, min(SIZE, 4) + 1), SIZE})
         metafunc.parametrize("comm", sizes, indirect=True, ids=[f"P{size}" for size in sizes], scope="session")
-
-
-@pytest.fixture(scope="session")
-def thorough(request: pytest.FixtureRequest) -> bool:
-    """Whether tests may take minutes."""
-    return bool(request.config.getoption("--thorough"))
 
 
 @pytest.fixture(scope="session")
