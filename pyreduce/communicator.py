@@ -26,7 +26,7 @@ from pyreduce.calls import Call
 from pyreduce.execute import Plan, Tags
 from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
 from pyreduce.ops import SUM, Op, resolve_op
-from pyreduce.peers import Peers, log
+from pyreduce.peers import Peers, duplicate, log
 from pyreduce.selection import check_algorithm, choose
 from pyreduce.settings import check_seconds, read_settings
 
@@ -97,6 +97,8 @@ class Communicator:
     ------
     TypeError, ValueError
         `comm` is no intracommunicator, or a setting is out of range.
+    CollectiveTimeout
+        Not all ranks came to make it in `timeout` seconds.
     """
 
     def __init__(
@@ -126,8 +128,7 @@ class Communicator:
         self._algorithm = algorithm
         self._deterministic = bool(deterministic)
         warn_if_foreign_launcher()
-        self._comm: MPI.Intracomm | None = comm.Dup()
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm: MPI.Intracomm | None = duplicate(comm, self._settings.timeout, self._settings.warn_seconds)
         self.rank: int = comm.rank
         self.size: int = comm.size
         self.stats: dict[tuple[str, str], Stats] = {}
@@ -163,6 +164,10 @@ class Communicator:
         self._plans.clear()
         self._ready.clear()
         self._scratch = np.empty(0, np.uint8)
+
+    def forget_timeout(self) -> None:
+        """Wait as long as ``PYREDUCE_TIMEOUT`` says from now on."""
+        self._settings = replace(self._settings, timeout=read_settings().timeout)
 
     def reduce_scatter(
         self,

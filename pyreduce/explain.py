@@ -6,12 +6,12 @@ Prints the rounds of every rank, which rank holds what after each round, the fol
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 from pyreduce import algorithms
-from pyreduce.errors import Unsupported
 from pyreduce.programs import COLLECTIVES, INPUT, OUTPUT, Fold, Place, Program, Recv, Send, Step, input_blocks
 from pyreduce.simulate import Simulation
 from pyreduce.verify import Symbol, fold_symbols, format_symbol, verify
@@ -183,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pyreduce.explain", description="Explain an algorithm in words.")
     parser.add_argument("collective", choices=COLLECTIVES)
     parser.add_argument("--algorithm", "-a", default="ring", metavar="A", help="default: ring")
+    parser.add_argument("--load", metavar="FILE.py", help="run this file first, which registers algorithms of yours")
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
     options = parser.parse_args(argv)
@@ -192,12 +193,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not 0 <= rank < options.ranks:
             parser.error(f"--rank {rank}: ranks are 0..{options.ranks - 1}")
     try:
+        if options.load:
+            runpy.run_path(options.load)
         for line in explain(options.collective, options.algorithm, options.ranks, options.rank):
             print(line)
-    except (ValueError, Unsupported) as error:
-        parser.error(str(error))
     except BrokenPipeError:
         sys.stderr.close()
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     return 0
 
 

@@ -39,7 +39,7 @@ from pyreduce.calls import Call, Fingerprint, compare
 from pyreduce.errors import BrokenCommunicatorError, CollectiveTimeout, MismatchError, name_ranks
 from pyreduce.execute import NOTICE_TAG, Tags
 
-__all__ = ["Peers", "Started"]
+__all__ = ["Peers", "Started", "duplicate"]
 
 log = logging.getLogger("pyreduce")
 
@@ -97,6 +97,34 @@ NOT_STARTED = _NotStarted()
 def _keep_for_ever(objects: object) -> None:
     """Never free these, not even when the interpreter ends: MPI reads and writes them until its own end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
+
+
+def duplicate(comm: MPI.Intracomm, timeout: float | None, warn_seconds: float) -> MPI.Intracomm:
+    """A duplicate of `comm` for the library's own messages; collective, with a deadline like every other wait.
+
+    Who has not come cannot be told: nothing may be sent on a communicator that is the user's.
+
+    Raises
+    ------
+    CollectiveTimeout
+    """
+    made, request = comm.Idup()
+    begun, warned = perf_counter(), False
+    where = f"Communicator (rank {comm.rank} of {comm.size})"
+    while not request.Test():
+        os.sched_yield()
+        waited = perf_counter() - begun
+        if timeout is not None and waited > timeout:
+            _keep_for_ever((made, request))
+            raise CollectiveTimeout(
+                f"{where}: not all ranks had come to make it when this one gave up after {timeout:g} s; all ranks make "
+                "it together, by the first call of a function on their communicator or by pyreduce.Communicator"
+            )
+        if not warned and timeout is None and waited > warn_seconds:
+            warned = True
+            log.warning("%s has waited %.0f s for all ranks to come and make it", where, waited)
+    made.Set_errhandler(MPI.ERRORS_RETURN)
+    return made
 
 
 class Peers:
@@ -304,7 +332,8 @@ class Peers:
         details = ", ".join(sorted({heard[rank].detail for rank in gave_up}))
         if silent:
             waited = f"; rank {self.rank} was in round {round_number}"
-            waited += f", waiting for {name_ranks(peers)}" if peers else ""
+            absent = [peer for peer in peers if peer in silent] or peers
+            waited += f", waiting for {name_ranks(absent)}" if absent else ""
             message = f"{where}: {name_ranks(silent)} had not arrived when {name_ranks(gave_up)} {details}{waited}"
         else:
             message = f"{where}: {name_ranks(gave_up)} {details}; all ranks are in the call by now"

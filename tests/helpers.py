@@ -191,6 +191,8 @@ def serves(algorithm: str | None, op: str, dtype: str) -> bool:
         return True
     if dtype == "bfloat16":
         return op == "AVG"
+    if op == "SUM" and dtype in ("int8", "int16", "uint8", "uint16"):
+        return False
     return not (op in ("MIN", "MAX") and dtype in ("float16", "float32", "float64", "longdouble"))
 
 

@@ -295,6 +295,35 @@ def test_other_communicators_are_not_touched_by_a_broken_one(comm):
     bad.close()
 
 
+@several
+def test_making_a_communicator_has_a_deadline(comm):
+    theirs = comm.Dup()  # not to be used afterwards: one rank has not come
+    if comm.rank > 0:
+        error = outcome(lambda: pr.Communicator(theirs, timeout=0.2))
+        assert isinstance(error, pr.CollectiveTimeout), error
+        assert "not all ranks had come to make it" in str(error)
+    comm.Barrier()
+
+
+@several
+def test_the_first_call_of_a_function_has_its_timeout_for_making_too(comm):
+    theirs = comm.Dup()
+    if comm.rank > 0:
+        error = outcome(lambda: pr.allreduce(np.ones(3), comm=theirs, timeout=0.2))
+        assert isinstance(error, pr.CollectiveTimeout), error
+    comm.Barrier()
+
+
+@several
+def test_the_timeout_of_the_first_call_does_not_stay(comm):
+    theirs = comm.Dup()
+    pr.allreduce(np.ones(3), comm=theirs, timeout=0.2)
+    if comm.rank == 0:
+        time.sleep(0.6)
+    assert (pr.allreduce(np.ones(3), comm=theirs) == comm.size).all()
+    theirs.Free()
+
+
 def test_timeout_zero_is_not_for_ever(world):
     with pr.Communicator(world, timeout=20) as k:
         if world.rank == 0 and world.size > 1:

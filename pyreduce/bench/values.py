@@ -61,8 +61,6 @@ def results(op: Op, dtype: np.dtype[Any], nranks: int, start: int, stop: int) ->
         total = _widened(inputs(op, dtype, nranks, 0, start, stop))
         for rank in range(1, nranks):
             total = fold(total, _widened(inputs(op, dtype, nranks, rank, start, stop)))
-    if nranks == 1 and op.name in ("LAND", "LOR", "LXOR"):
-        total = total != 0
     if op.name == "AVG":
         # float32 has more than twice the digits of the narrow dtypes: rounding twice is rounding once.
         parts = total.view(total.real.dtype)

@@ -87,7 +87,7 @@ def _next_commands(rows: Sequence[Row], machine: Machine) -> list[str]:
     collective = rows[0].collective if rows else "allreduce"
     return [
         f"  ./mpi_launch.sh -n {machine.ranks} python -m pyreduce.bench -b 1M -e 64M -f 4 --plot bench.png",
-        f"  python -m pyreduce.explain {collective} --algorithm ring -n {machine.ranks}",
+        f"  ./mpi_launch.sh -n 1 python -m pyreduce.explain {collective} --algorithm ring -n {machine.ranks}",
     ]
 
 
