@@ -67,7 +67,7 @@ def _from_dlpack(x: Any) -> Array:
 
 def as_output(x: Any, name: str) -> Array:
     """`as_array`, and writable, and no element lying over another."""
-    if isinstance(x, bool | int | float | complex):
+    if isinstance(x, bool | int | float | complex | np.generic):
         raise TypeError(f"{name} is a plain number, which cannot be written to; pass an array")
     array = as_array(x, name)
     if not array.flags.writeable:

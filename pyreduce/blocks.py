@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate
 
 __all__ = ["check_counts", "offsets", "partition"]
@@ -46,6 +46,8 @@ def offsets(counts: Sequence[int]) -> tuple[int, ...]:
 def check_counts(counts: Sequence[int], nranks: int) -> tuple[int, ...]:
     """`counts` as a tuple of ints, one a rank, none negative; `TypeError` or `ValueError` otherwise."""
     try:
+        if isinstance(counts, Mapping | Set):
+            raise TypeError
         checked = tuple(count.__index__() for count in counts)
     except (AttributeError, TypeError):
         raise TypeError(f"counts must be a sequence of {nranks} integers, got {counts!r}") from None

@@ -8,6 +8,7 @@ loop (`_run`); strided results are unpacked.
 from __future__ import annotations
 
 import os
+import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -136,6 +137,8 @@ class Communicator:
         self._tags = Tags(largest_tag())
         self._number = 0
         self._last = perf_counter()
+        self._registrations = algorithms.registrations()
+        self._lock = threading.Lock()
         self._plans: dict[Any, _Ready] = {}
         self._ready: dict[Any, _Ready] = {}
         self._scratch = np.empty(0, np.uint8)
@@ -146,6 +149,8 @@ class Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if value is not None and self._comm is not None:
+            self._peers.quit(value, self._number + 1)
         self.close()
 
     def __repr__(self) -> str:
@@ -292,6 +297,10 @@ class Communicator:
         if self._comm is None:
             raise ValueError(f"{collective}: this communicator is closed")
         self._peers.check_usable()
+        if self._registrations != algorithms.registrations():
+            self._registrations = algorithms.registrations()
+            self._plans.clear()
+            self._ready.clear()
         key: Any = None
         if timeout is None and counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
             key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
@@ -391,6 +400,9 @@ class Communicator:
             )
             if collective == "allreduce":
                 facts = (("shape", str(arguments.shape)),)
+        program = "" if name == algorithms.NATIVE else algorithms.get(name).fingerprint(collective, self.size)
+        if program:
+            facts = (*facts, ("program", program))
         call = Call(collective, name, op, dtype, counts, facts, self.rank, self._settings)
         plan: Plan | NativePlan
         if name == algorithms.NATIVE:
@@ -446,6 +458,11 @@ class Communicator:
         scratch = self._scratch_of(plan.scratch_bytes)
         bases = (source, target, self._scratch_address if scratch is self._scratch else arrays.address(scratch))
         waited = peers.waited
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{call.collective}: another thread is in a call on this communicator (rank {self.rank} of "
+                f"{self.size}); let each thread make a Communicator of its own"
+            )
         self._number += 1
         try:
             if perf_counter() - self._last > AWAY_SECONDS:
@@ -459,6 +476,8 @@ class Communicator:
         except BaseException as error:
             peers.leave(error, call, self._number, (buffers, scratch))
             raise
+        finally:
+            self._lock.release()
         key = (call.collective, call.algorithm)
         stats = self.stats.get(key)
         if stats is None:

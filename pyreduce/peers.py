@@ -198,6 +198,12 @@ class Peers:
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         self._tell(Notice("left", number, call.fingerprint(), 0, detail))
 
+    def quit(self, error: BaseException, number: int) -> None:
+        """`error` takes this rank away between two calls: tell the peers that it will not come to call `number`."""
+        if self.broken is None:
+            self.broken = error
+            self._tell(Notice("left", number, (), 0, type(error).__name__ + (f": {error}" if str(error) else "")))
+
     def check_notices(self, call: Call, number: int) -> None:
         """Before a call that follows a pause: whether the peers have given up on it meanwhile."""
         for _ in range(POLLS):
@@ -314,7 +320,7 @@ class Peers:
         self, call: Call, number: int, peers: list[int], round_number: int, heard: dict[int, Notice]
     ) -> Exception:
         silent = [rank for rank in range(self.size) if rank not in heard]
-        same = {rank: notice.fingerprint for rank, notice in heard.items() if notice.number == number}
+        same = {r: notice.fingerprint for r, notice in heard.items() if notice.number == number and notice.fingerprint}
         where = f"{call.collective} (call {number}, rank {self.rank} of {self.size})"
         disagreement = compare(same, silent)
         if disagreement is not None:
@@ -330,7 +336,12 @@ class Peers:
             told = "; ".join(f"rank {rank} is in call {other}" for rank, other in sorted(apart.items()))
             return BrokenCommunicatorError(f"{where}: the ranks are out of step: {told or 'no rank says why'}")
         details = ", ".join(sorted({heard[rank].detail for rank in gave_up}))
-        if silent:
+        earlier = sorted({heard[rank].number for rank in gave_up} - {number})
+        if earlier:
+            message = (
+                f"{where}: {name_ranks(gave_up)} {details} in call {', '.join(map(str, earlier))}, and will not come"
+            )
+        elif silent:
             waited = f"; rank {self.rank} was in round {round_number}"
             absent = [peer for peer in peers if peer in silent] or peers
             waited += f", waiting for {name_ranks(absent)}" if absent else ""

@@ -52,7 +52,7 @@ def check_seconds(name: str, value: object) -> float:
     """`value` as a number of seconds, zero or more; `TypeError` or `ValueError` otherwise."""
     try:
         seconds = float(value)  # type: ignore[arg-type]
-    except ValueError:
+    except (OverflowError, ValueError):
         raise ValueError(f"{name} is {value!r}, needs a number of seconds") from None
     except TypeError:
         raise TypeError(f"{name} is {value!r}, needs a number of seconds") from None

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import pyreduce as pr
+from pyreduce.algorithms.naive import naive
+from pyreduce.algorithms.ring import ring
 from pyreduce.calls import compare, describe
 from pyreduce.errors import name_ranks
 
@@ -293,6 +295,63 @@ def test_other_communicators_are_not_touched_by_a_broken_one(comm):
         assert (good.allreduce(np.full(LARGE, 2.0)) == 2 * comm.size).all()
     good.close()
     bad.close()
+
+
+@several
+def test_an_exception_that_leaves_the_block_is_told(comm):
+    error = None
+    try:
+        with pr.Communicator(comm, timeout=20) as k:
+            k.allreduce(np.ones(3))
+            if comm.rank == 0:
+                raise Torn("between two calls")
+            k.allreduce(np.ones(3))
+    except (Torn, pr.BrokenCommunicatorError) as caught:
+        error = caught
+    if comm.rank == 0:
+        assert isinstance(error, Torn), error
+    else:
+        assert isinstance(error, pr.BrokenCommunicatorError), error
+        assert "rank 0 left call 2 by Torn: between two calls" in str(error)
+
+
+@several
+def test_an_algorithm_that_differs_between_ranks_is_a_mismatch(comm):
+    def shifted(by: int) -> Any:
+        def rounds(collective: str, nranks: int, rank: int) -> Any:
+            if collective != "reduce_scatter":
+                raise pr.Unsupported("reduce_scatter only")
+            yield from ring(collective, nranks, rank)
+            yield from [()] * by
+
+        return rounds
+
+    pr.register_algorithm("differs", shifted(1 if comm.rank == 0 else 2), replace=True)
+    k = pr.Communicator(comm, timeout=20)
+    error = outcome(lambda: k.reduce_scatter(np.ones(8), algorithm="differs"))
+    assert isinstance(error, pr.MismatchError), error
+    assert "program: " in str(error)
+    k.close()
+
+
+@several
+def test_an_algorithm_that_is_replaced_runs_from_then_on(comm):
+    x = np.arange(8.0) + comm.rank
+    with pr.Communicator(comm, timeout=20) as k:
+        for rounds in (ring, naive):
+            pr.register_algorithm("replaced", rounds, replace=True)
+            k.allreduce(x, np.empty(8), algorithm="replaced")
+            k.allreduce(x, np.empty(8), algorithm="replaced")
+        (stats,) = k.stats.values()
+    assert stats.rounds == 2 * 2 * (comm.size - 1) + 2 * 1
+
+
+@several
+def test_two_threads_in_one_communicator_are_refused(comm):
+    with pr.Communicator(comm, timeout=20) as k:
+        with k._lock, pytest.raises(RuntimeError, match="another thread is in a call"):
+            k.allreduce(np.ones(3))
+        assert (k.allreduce(np.ones(3)) == comm.size).all()
 
 
 @several

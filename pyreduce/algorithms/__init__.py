@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,7 +15,7 @@ from pyreduce.algorithms.ring import ring
 from pyreduce.programs import Program, RoundsFunction, build
 from pyreduce.verify import verify, verify_all
 
-__all__ = ["NATIVE", "Algorithm", "get", "names", "register_algorithm"]
+__all__ = ["NATIVE", "Algorithm", "get", "names", "register_algorithm", "registrations"]
 
 NATIVE = "native"
 VERIFIED_UP_TO = 16
@@ -48,6 +49,13 @@ class Algorithm:
             self._verified.add((collective, nranks))
         return _build(self, collective, nranks, rank)
 
+    def fingerprint(self, collective: str, nranks: int) -> str:
+        """A digest of all ranks' programs, equal on all ranks if they registered the same; of ours, nothing."""
+        if self.trusted:
+            return ""
+        rounds = [program.rounds for program in self.programs(collective, nranks)]
+        return f"{zlib.crc32(repr(rounds).encode()):08x}"
+
     def programs(self, collective: str, nranks: int) -> list[Program]:
         """The programs of all ranks, for `pyreduce.simulate`."""
         return [self.program(collective, nranks, rank) for rank in range(nranks)]
@@ -62,6 +70,14 @@ _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
     "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
 }
+
+
+_registrations = 0
+
+
+def registrations() -> int:
+    """How many algorithms have been registered so far: plans made before the last may be out of date."""
+    return _registrations
 
 
 def names() -> list[str]:
@@ -133,4 +149,6 @@ def register_algorithm(
     reports = verify_all(name, function, range(1, VERIFIED_UP_TO + 1))
     algorithm = Algorithm(name, function, all(report.rank_order for report in reports.values()))
     _ALGORITHMS[name] = algorithm
+    global _registrations
+    _registrations += 1
     return algorithm
