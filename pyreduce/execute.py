@@ -26,7 +26,7 @@ from mpi4py import MPI
 from pyreduce import ops
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
-from pyreduce.programs import INPUT, OUTPUT, Copy, Fold, Place, Program, Recv, Send, in_place_safe
+from pyreduce.programs import INPUT, OUTPUT, Copy, Fold, Place, Program, Recv, Send, in_place_safe, places
 
 __all__ = ["Execution", "Plan", "Tags"]
 
@@ -139,7 +139,7 @@ class Plan:
         sizes = [0] * program.scratch
         for steps in program.rounds:
             for step in steps:
-                for place in _places(step):
+                for place in places(step):
                     if place.space not in SPACES:
                         for _, slot, block in place.cells(call.nranks):
                             sizes[slot] = max(sizes[slot], min(call.counts[block], self.segment))
@@ -340,14 +340,6 @@ def _rows(
         return
     for target, *rest in zip(*(plan.pieces(where, bases, segment) for where in (dst, *srcs)), strict=True):
         yield target[1], target[0], [source for source, _ in rest]
-
-
-def _places(step: Any) -> tuple[Place, ...]:
-    if isinstance(step, Fold):
-        return (step.dst, *step.srcs)
-    if isinstance(step, Copy):
-        return (step.dst, step.src)
-    return (step.src,) if isinstance(step, Send) else (step.dst,)
 
 
 def _join(fragments: Sequence[Fragment]) -> list[Fragment]:

@@ -55,6 +55,7 @@ __all__ = [
     "place_input",
     "place_output",
     "place_scratch",
+    "places",
 ]
 
 COLLECTIVES = ("reduce_scatter", "allgather", "allreduce")
