@@ -18,13 +18,30 @@ from pyreduce.errors import (
     MismatchError,
     PyreduceError,
     Unsupported,
+    WindowMemoryError,
 )
 from pyreduce.ops import AVG, BAND, BOR, BXOR, LAND, LOR, LXOR, MAX, MIN, PROD, SUM, Op
-from pyreduce.programs import Copy, Fold, Program, Recv, Send, place_input, place_output, place_scratch
+from pyreduce.programs import (
+    Copy,
+    Fold,
+    Get,
+    Notify,
+    Program,
+    Put,
+    Recv,
+    Send,
+    Wait,
+    place_input,
+    place_output,
+    place_scratch,
+    place_window,
+)
 
 if TYPE_CHECKING:
     from pyreduce.collectives import allgather, allreduce, reduce_scatter
     from pyreduce.communicator import Communicator, Stats
+    from pyreduce.signals import NotifyOp, Signal, WaitCmp
+    from pyreduce.windows import Window
 
 __version__ = "0.1.0"
 
@@ -47,27 +64,41 @@ __all__ = [
     "Communicator",
     "Copy",
     "Fold",
+    "Get",
     "MismatchError",
+    "Notify",
+    "NotifyOp",
     "Op",
     "Program",
+    "Put",
     "PyreduceError",
     "Recv",
     "Send",
+    "Signal",
     "Stats",
     "Unsupported",
+    "Wait",
+    "WaitCmp",
+    "Window",
+    "WindowMemoryError",
     "algorithms",
     "allgather",
     "allreduce",
     "place_input",
     "place_output",
     "place_scratch",
+    "place_window",
     "reduce_scatter",
     "register_algorithm",
 ]
 
 _NEEDS_MPI = {
     "Communicator": "pyreduce.communicator",
+    "NotifyOp": "pyreduce.signals",
+    "Signal": "pyreduce.signals",
     "Stats": "pyreduce.communicator",
+    "WaitCmp": "pyreduce.signals",
+    "Window": "pyreduce.windows",
     "allgather": "pyreduce.collectives",
     "allreduce": "pyreduce.collectives",
     "reduce_scatter": "pyreduce.collectives",

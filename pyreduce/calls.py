@@ -76,6 +76,7 @@ class Call:
             ("segment_bytes", str(settings.segment_bytes)),
             ("in_flight", str(settings.in_flight)),
             ("message_bytes", str(settings.message_bytes)),
+            ("transport", settings.transport or "none"),
         )
 
     def digest(self) -> int:

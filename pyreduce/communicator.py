@@ -20,16 +20,20 @@ import numpy as np
 from mpi4py import MPI
 
 from pyreduce import algorithms, arrays, ops
-from pyreduce.algorithms.native import NativePlan
+from pyreduce.arena import Arena, Region
+from pyreduce.algorithms.native import NativeExecution, NativePlan
 from pyreduce.arguments import IN_PLACE, Arguments, check_arguments, check_block
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
-from pyreduce.execute import Plan, Tags
+from pyreduce.execute import Execution, Plan, Room, Tags
 from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
 from pyreduce.ops import SUM, Op, resolve_op
-from pyreduce.peers import Peers, duplicate, log
+from pyreduce.onesided import OneSided
+from pyreduce.peers import Peers, duplicate, keep_for_ever, log
 from pyreduce.selection import check_algorithm, choose
 from pyreduce.settings import check_seconds, read_settings
+from pyreduce.signals import Signal, make_signal
+from pyreduce.windows import Window, make_window
 
 __all__ = ["IN_PLACE", "Communicator", "Stats"]
 
@@ -53,7 +57,7 @@ class Stats:
     rounds : int
         Rounds of messages in them (a round counts once a call, however many segments run it).
     bytes_sent, bytes_received : int
-        Bytes of point-to-point messages; what ``native`` moves inside the MPI cannot be seen and is not counted.
+        Bytes of point-to-point messages, and of what was put into and got from peers' windows; what ``native`` moves inside the MPI cannot be seen and is not counted.
     wait_seconds : float
         Time in which nothing could be done but wait for peers.
     """
@@ -85,6 +89,9 @@ class Communicator:
         call sites before data moves; or not at all. Default ``PYREDUCE_CHECK`` or ``"light"``.
     deterministic : bool
         Let reductions use only algorithms that fold in rank order.
+    transport : {"shared", "rma"}, optional
+        How windows, signals and ``mesh`` reach peers: through shared memory, which needs all ranks on one node, or
+        through MPI's one-sided calls. Default ``PYREDUCE_TRANSPORT``, or shared where it can be.
     segment_bytes, in_flight, message_bytes, warn_seconds : optional
         See `pyreduce.settings`.
 
@@ -114,6 +121,7 @@ class Communicator:
         in_flight: int | None = None,
         message_bytes: int | None = None,
         warn_seconds: float | None = None,
+        transport: str | None = None,
     ) -> None:
         comm = check_comm(comm)
         self._settings = read_settings(
@@ -123,6 +131,7 @@ class Communicator:
             check=check,
             timeout=timeout,
             warn_seconds=warn_seconds,
+            transport=transport,
         )
         if algorithm is not None and algorithm not in algorithms.names():
             algorithms.get(algorithm)
@@ -144,6 +153,11 @@ class Communicator:
         self._scratch = np.empty(0, np.uint8)
         self._scratch_address = 0
         self._sites: set[tuple[str, ...]] = set()
+        self._words: Plan | None = None
+        self._arena = Arena(self._comm, self._settings.transport, self._settings.message_bytes, self._agree)
+        self._room: Room | None = None
+        self._room_region: Region | None = None
+        self._one_sided = OneSided(self.rank, self.size, self._settings, self._peers, self._arena, self)
 
     def __enter__(self) -> Communicator:
         return self
@@ -163,9 +177,15 @@ class Communicator:
         A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find
         it.
         """
-        if self._comm is not None and not MPI.Is_finalized() and self._peers.drain(self._settings.timeout):
-            self._comm.Free()
+        if self._comm is not None and not MPI.Is_finalized():
+            self._one_sided.close()
+            if self._peers.drain(self._settings.timeout):
+                self._arena.close()
+                self._comm.Free()
+            else:
+                keep_for_ever(self._arena)
         self._comm = None
+        self._room = None
         self._plans.clear()
         self._ready.clear()
         self._scratch = np.empty(0, np.uint8)
@@ -283,6 +303,39 @@ class Communicator:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         return self._call("allreduce", sendbuf, recvbuf, op, None, algorithm, timeout)
+
+    def window(self, shape: Any, dtype: Any = np.float64, *, timeout: float | None = None) -> Window:
+        """Symmetric memory: an array on every rank, of the same shape, that all ranks can read and write; collective.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+        dtype : dtype
+            Any that holds no Python objects.
+        timeout : float, optional
+            Seconds to wait for all ranks to come and make it.
+
+        Returns
+        -------
+        Window
+            Zero everywhere.
+
+        Raises
+        ------
+        TypeError, ValueError
+            This rank's arguments are wrong; or, on all ranks, the transport asked for cannot reach them.
+        WindowMemoryError
+            Some rank has no memory for it; on all ranks.
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        return make_window(self._one_sided, shape, dtype, timeout)
+
+    def signal(self, shape: Any, *, timeout: float | None = None) -> Signal:
+        """Signal cells: 64-bit counters on every rank, zero at the start, that peers raise and a rank waits for.
+
+        Collective; parameters, result and errors as for `window`.
+        """
+        return make_signal(self._one_sided, shape, timeout)
 
     def _call(
         self,
@@ -449,12 +502,15 @@ class Communicator:
         digest: int | None,
         source: int,
         target: int,
-        buffers: tuple[Array, Array],
+        buffers: tuple[Array, ...],
         timeout: float | None,
+        room: Room | None = None,
     ) -> None:
         """Number the call, run it under the waiting loop, count it."""
         assert self._comm is not None
         call, peers = plan.call, self._peers
+        if room is None and isinstance(plan, Plan) and plan.one_sided:
+            room = self._room_for(plan, timeout)
         scratch = self._scratch_of(plan.scratch_bytes)
         bases = (source, target, self._scratch_address if scratch is self._scratch else arrays.address(scratch))
         waited = peers.waited
@@ -471,13 +527,19 @@ class Communicator:
                 self._compare_calls(call, self._number, timeout)
                 self._number += 1  # the comparison was a call of its own
             tag = self._tags.tag(digest, self._number)
-            started = plan.start(self._comm, bases, tag)
+            if isinstance(plan, Plan):
+                started: Execution | NativeExecution = plan.start(self._comm, bases, tag, room)
+            else:
+                started = plan.start(self._comm, bases, tag)
             peers.wait(started, call, self._number, tag, timeout)
         except BaseException as error:
             peers.leave(error, call, self._number, (buffers, scratch))
             raise
         finally:
             self._lock.release()
+        self._last = perf_counter()
+        if plan is self._words:
+            return
         key = (call.collective, call.algorithm)
         stats = self.stats.get(key)
         if stats is None:
@@ -487,7 +549,45 @@ class Communicator:
         stats.bytes_sent += started.sent
         stats.bytes_received += started.received
         stats.wait_seconds += peers.waited - waited
-        self._last = perf_counter()
+
+    def _room_for(self, plan: Plan, timeout: float | None) -> Room:
+        """Windows and cells for a plan's one-sided steps: kept from call to call, replaced when they are too small."""
+        room = self._room
+        if room is None or not room.holds(plan):
+            ncells, window_bytes = plan.program.cells, plan.window_bytes
+            if room is not None and self._room_region is not None:
+                ncells, window_bytes = max(ncells, room.ncells), max(window_bytes, room.window_bytes)
+                self._arena.give_back(self._room_region)
+                self._room = self._room_region = None
+            lanes = self._settings.in_flight
+            region = self._arena.allocate(Room.size(lanes, ncells, window_bytes), plan.call, timeout)
+            room = Room.carve(region.chunk, region.offset, lanes, ncells, window_bytes, self.size)
+            self._room, self._room_region = room, region
+        plan.bind(room.shared)
+        return room
+
+    def next_call(self) -> int:
+        """The number of the next call."""
+        return self._number + 1
+
+    def run_call(
+        self, plan: Plan, room: Room, scratch_for: tuple[Array, ...], timeout: float | None
+    ) -> None:
+        """Run a call of the one-sided layer, which has neither input nor output."""
+        digest = None if self._settings.check == "off" else plan.call.digest()
+        plan.bind(room.shared)
+        self._run(plan, digest, 0, 0, scratch_for, timeout, room)
+
+    def _agree(self, call: Call, word: int, timeout: float | None) -> list[int]:
+        """Every rank's word, when all have come with the same call."""
+        told = replace(call, counts=(1,) * self.size, op=None, dtype=np.dtype(np.int64))
+        if self._words is None:
+            self._words = Plan(algorithms.get("naive").program("allgather", self.size, self.rank), told)
+        sent, words = np.array([word]), np.zeros(self.size, np.int64)
+        self._words.call = call
+        digest = None if self._settings.check == "off" else call.digest()
+        self._run(self._words, digest, arrays.address(sent), arrays.address(words), (sent, words), timeout)
+        return words.tolist()
 
     def _scratch_of(self, nbytes: int) -> Array:
         if nbytes <= self._scratch.nbytes:

@@ -16,6 +16,7 @@ __all__ = [
     "MismatchError",
     "PyreduceError",
     "Unsupported",
+    "WindowMemoryError",
     "name_ranks",
 ]
 
@@ -34,6 +35,10 @@ class AlgorithmError(PyreduceError, ValueError):
 
 class Unsupported(PyreduceError, ValueError):
     """An algorithm cannot serve this call; the message says why and what can. Raised before any communication."""
+
+
+class WindowMemoryError(PyreduceError, MemoryError):
+    """There is no memory for a window or signal, on some rank; raised on all, and nothing has been touched."""
 
 
 class MismatchError(PyreduceError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The first interpreter of programs: over MPI point-to-point messages.
+"""The first interpreter of programs: over MPI point-to-point messages and the one-sided layer.
 
 Segments
     Every block is cut into pieces of at most ``segment_bytes``; segment k of a call is the whole program run on piece k
@@ -14,6 +14,17 @@ Order
 Tags
     A tag is (digest of the call, call number mod 32, lane). A call that differs has another tag: its messages are not
     matched, and whoever waits for them finds them (see `pyreduce.peers`) before a byte is used.
+
+Windows and cells
+    The one-sided steps of a program happen in a `Room`: for every lane two sets of window and cells (`Turn`), used turn
+    about. Why two are enough: a program does not end on any rank before all ranks have begun it (`pyreduce.verify`
+    checks the consequence). So when a rank begins run m+2 on a lane, all ranks have begun run m+1, hence ended run m, and
+    nobody reads or writes its set of windows or cells any more.
+
+    A credit carries the digest of its call: it is ``CREDIT + digest``, so a cell tells how many credits came, and that
+    they came from the same call; a cell only grows, and what earlier runs have spent is subtracted. On a user's window
+    there is one set, with the user's cells; the program takes back what it has spent. There a peer may be one credit
+    ahead, in the next call, whatever its digest is; that call finds out.
 """
 
 from __future__ import annotations
@@ -26,18 +37,48 @@ from mpi4py import MPI
 from pyreduce import ops
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
-from pyreduce.programs import INPUT, OUTPUT, Copy, Fold, Place, Program, Recv, Send, in_place_safe, places
+from pyreduce.programs import (
+    INPUT,
+    OUTPUT,
+    SCRATCH,
+    WINDOW,
+    Copy,
+    Fold,
+    Get,
+    Notify,
+    Place,
+    Program,
+    Put,
+    Recv,
+    Send,
+    Step,
+    Wait,
+    in_place_safe,
+    places,
+    reads,
+)
+from pyreduce.transports import Chunk
 
-__all__ = ["Execution", "Plan", "Tags"]
+__all__ = ["CELL", "Execution", "Plan", "Room", "Tags"]
 
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
 LANE_BITS, NUMBER_BITS = 3, 5
 NOTICE_TAG = 0
-SPACES = {INPUT: 0, OUTPUT: 1}
-SCRATCH_SPACE = 2
+# Where the bases of a run lie: input, output, scratch, own window, and from PEERS on every rank's window.
+SPACES = {INPUT: 0, OUTPUT: 1, SCRATCH: 2, WINDOW: 3}
+PEERS = 4
+CELL = 128  # bytes from one cell to the next: nobody else's traffic on its lines
+TURNS = 2
+DIGEST_BITS = 32
+CREDIT_BITS = 48  # one credit is worth 1 << CREDIT_BITS and the digest: 2**16 of them add up without a carry
+WORD = (1 << 64) - 1
+
+FOLD, COPY, PUT, GET, NOTIFY = range(5)
 
 Fragment = tuple[int, int]  # address, bytes
+Local = tuple[int, int, Any, Any]  # kind, peer, and for data target and sources, for a notify cell and value
+Round = tuple[list[Any], list[Any], list[Local], list[tuple[int, int]]]  # receives, sends, the rest, waits
 
 
 class Tags:
@@ -67,6 +108,18 @@ class Tags:
         return one >> LANE_BITS == other >> LANE_BITS
 
 
+def _count_spent(program: Program) -> list[tuple[int, int]]:
+    """Of every cell: the credits that are spent and not taken back in a run, and those that are given in it."""
+    waited, taken = [0] * program.cells, [0] * program.cells
+    for steps in program.rounds:
+        for step in steps:
+            if isinstance(step, Wait):
+                waited[step.cell] = max(waited[step.cell], step.value)
+            elif isinstance(step, Notify) and step.value < 0:
+                taken[step.cell] -= step.value
+    return [(most if not back else 0, max(most, back)) for most, back in zip(waited, taken, strict=True)]
+
+
 class Where:
     """A place, compiled: its space and, for every block, the byte offset and the number of elements.
 
@@ -89,16 +142,26 @@ class Plan:
     ----------
     program : Program
     call : Call
+    in_window : bool
+        The window is a user's: rows of the size of a block.
+    result : sequence of Place, optional
+        What is divided in the end; default the output.
 
     Attributes
     ----------
     scratch_bytes : int
         What `start` needs as scratch: slots x segment x lanes.
+    window_bytes : int
+        What each turn of a lane needs as window.
+    one_sided : bool
+        Whether `start` needs a room.
     in_place_safe : bool
         Whether the output may lie over the input (see `pyreduce.programs.in_place_safe`).
     """
 
-    def __init__(self, program: Program, call: Call) -> None:
+    def __init__(
+        self, program: Program, call: Call, *, in_window: bool = False, result: Sequence[Place] | None = None
+    ) -> None:
         self.call = call
         self.work_dtype = call.work_dtype
         self.program = program
@@ -106,73 +169,136 @@ class Plan:
         self.divisor = call.nranks if call.divides else 0
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
-        self._cut(call)
-        self._lay_out(program, call)
-        self.rounds = [self._compile(steps) for steps in program.rounds]
+        self.one_sided = program.window > 0 or program.cells > 0
+        self._cut(call, in_window)
+        self._lay_out(program, call, in_window)
+        self.rounds: list[Round] = []
+        self.shared: bool | None = None
+        if not self.one_sided:
+            self._compile_rounds()
         self.talking = program.cost().rounds
-        self.result = [self._where(Place(OUTPUT, b)) for b in self._output_blocks()] if self.divisor else []
+        self.bytes_put, self.bytes_got = self._count_bytes(Put), self._count_bytes(Get)
+        self.result: list[Where] = []
+        if self.divisor:
+            self.result = [self._where(place) for place in result or [Place(OUTPUT, b) for b in self._output_blocks()]]
         self.in_place_safe = in_place_safe(program)
-        if call.collective == "reduce_scatter":
+        if program.collective == "reduce_scatter":
             self.in_place_safe &= call.counts[0] >= call.counts[call.rank]
 
-    def _cut(self, call: Call) -> None:
+    def bind(self, shared: bool) -> None:
+        """Compile the rounds for a transport: with shared memory, what is got for a fold is folded where it lies."""
+        if self.shared is not shared:
+            self.shared = shared
+            self._compile_rounds()
+
+    def _cut(self, call: Call, in_window: bool) -> None:
+        """Segments; a call on a user's window is one, since each would need cells of its own."""
         largest = max(call.counts)
         segment = call.settings.segment_bytes
-        slots = self.program.scratch * call.settings.in_flight
+        slots = (self.program.scratch + TURNS * self.program.window) * call.settings.in_flight
         if slots:
             segment = min(segment, max(SCRATCH_BYTES // slots, LEAST_SEGMENT_BYTES))
-        self.segment = max(1, segment // self.itemsize)
+        self.segment = max(1, largest if in_window else segment // self.itemsize)
         self.segments = max(1, -(-largest // self.segment))
         self.lanes = min(call.settings.in_flight, self.segments)
 
-    def _lay_out(self, program: Program, call: Call) -> None:
-        """Offsets of blocks in input and output, and of slots in scratch.
+    def _lay_out(self, program: Program, call: Call, in_window: bool) -> None:
+        """Offsets of blocks in input and output, and of slots in scratch and window.
 
-        A slot is as large as the largest piece of any block it ever holds, so that slots which always hold the same
-        neighbouring blocks are contiguous, as those blocks are.
+        A scratch slot is as large as the largest piece of any block it ever holds, so that slots which always hold the
+        same neighbouring blocks are contiguous, as those blocks are. Window slots are as large as the largest piece
+        of all, since every rank must know where its peers' slots lie.
         """
         starts = offsets(call.counts)
         own = {INPUT: "allgather", OUTPUT: "reduce_scatter"}
         self.starts = {
-            space: (0,) * call.nranks if call.collective == single else starts for space, single in own.items()
+            space: (0,) * call.nranks if program.collective == single else starts for space, single in own.items()
         }
         sizes = [0] * program.scratch
         for steps in program.rounds:
             for step in steps:
                 for place in places(step):
-                    if place.space not in SPACES:
+                    if place.space == SCRATCH:
                         for _, slot, block in place.cells(call.nranks):
                             sizes[slot] = max(sizes[slot], min(call.counts[block], self.segment))
-        self.slot_starts = offsets(sizes)
+        largest = min(max(call.counts), self.segment)
+        window = largest if in_window else -(-largest // 8) * 8
+        self.slot_starts = {SCRATCH: offsets(sizes), WINDOW: tuple(window * slot for slot in range(program.window))}
         lane_bytes = sum(sizes) * self.itemsize
         self.lane_bytes = -(-lane_bytes // 64) * 64
         self.scratch_bytes = self.lane_bytes * self.lanes
+        self.window_bytes = window * self.itemsize * program.window
+        self.spent = _count_spent(program)
 
     def _output_blocks(self) -> Sequence[int]:
-        return [self.call.rank] if self.call.collective == "reduce_scatter" else range(self.call.nranks)
+        return [self.call.rank] if self.program.collective == "reduce_scatter" else range(self.call.nranks)
 
-    def _where(self, place: Place) -> Where:
+    def _where(self, place: Place, peer: int | None = None) -> Where:
+        """A place, compiled; with `peer`, in that rank's window."""
         counts = self.call.counts
         cells = place.cells(len(counts))
-        if place.space in SPACES:
+        starts = self.slot_starts.get(place.space)
+        if starts is None:
             starts = self.starts[place.space]
-            blocks = tuple((starts[block] * self.itemsize, counts[block]) for _, block, _ in cells)
-            return Where(SPACES[place.space], blocks, self.itemsize, self.segments == 1)
-        blocks = tuple((self.slot_starts[slot] * self.itemsize, counts[block]) for _, slot, block in cells)
-        return Where(SCRATCH_SPACE, blocks, self.itemsize, self.segments == 1)
+        blocks = tuple((starts[index] * self.itemsize, counts[block]) for _, index, block in cells)
+        space = SPACES[place.space] if peer is None else PEERS + peer
+        return Where(space, blocks, self.itemsize, self.segments == 1)
 
-    def _compile(self, steps: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _count_bytes(self, kind: type[Put] | type[Get]) -> int:
+        """Bytes put or got in a whole call, by whichever transport."""
+        counts = self.call.counts
+        moved = [step.dst for steps in self.program.rounds for step in steps if isinstance(step, kind)]
+        return sum(counts[block] for place in moved for _, _, block in place.cells(len(counts))) * self.itemsize
+
+    def _compile_rounds(self) -> None:
+        self.rounds = [self._compile(steps, number) for number, steps in enumerate(self.program.rounds)]
+
+    def _compile(self, steps: Sequence[Step], number: int) -> Round:
         recvs = [(step.peer, self._where(step.dst)) for step in steps if isinstance(step, Recv)]
         sends = [(step.peer, self._where(step.src)) for step in steps if isinstance(step, Send)]
-        local = []
-        for step in steps:
-            if isinstance(step, Fold):
-                local.append((True, self._where(step.dst), tuple(self._where(src) for src in step.srcs)))
-            elif isinstance(step, Copy):
-                local.append((False, self._where(step.dst), (self._where(step.src),)))
-        return recvs, sends, local
+        waits = [(step.cell, step.value) for step in steps if isinstance(step, Wait)]
+        local: list[Local] = []
+        where_it_lies: dict[Place, Where] = {}
 
-    def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> Execution:
+        def find(place: Place) -> Where:
+            return where_it_lies.get(place) or self._where(place)
+
+        for at, step in enumerate(steps):
+            if isinstance(step, Fold):
+                local.append((FOLD, 0, self._where(step.dst), tuple(find(src) for src in step.srcs)))
+            elif isinstance(step, Copy):
+                local.append((COPY, 0, self._where(step.dst), (find(step.src),)))
+            elif isinstance(step, Get):
+                source = self._where(step.src, step.peer)
+                if self.shared and self._only_read_next(step.dst, number, at):
+                    where_it_lies[step.dst] = source
+                else:
+                    local.append((COPY if self.shared else GET, step.peer, self._where(step.dst), (source,)))
+            elif isinstance(step, Put):
+                target = self._where(step.dst, step.peer)
+                local.append((COPY if self.shared else PUT, step.peer, target, (find(step.src),)))
+            elif isinstance(step, Notify):
+                local.append((NOTIFY, step.peer, step.cell, step.value))
+        return recvs, sends, local, waits
+
+    def _only_read_next(self, place: Place, number: int, at: int) -> bool:
+        """Whether scratch got in step `at` of round `number` is read in that round only, before the next notify."""
+        if place.space != SCRATCH:
+            return False
+        slots = range(place.slot, place.slot + place.count)
+        for other, steps in enumerate(self.program.rounds):
+            notified = False
+            for index, step in enumerate(steps):
+                notified |= isinstance(step, Notify) and other == number and index > at
+                for read in reads(step):
+                    if read.space == SCRATCH and read.slot < slots.stop and read.slot + read.count > slots.start:
+                        if other != number or index < at or notified or read != place or isinstance(step, Send):
+                            return False
+        return True
+
+    def start(
+        self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None
+    ) -> Execution:
         """Begin: post the first round of the first segments.
 
         Parameters
@@ -182,14 +308,16 @@ class Plan:
             Addresses of the input, the output and the scratch.
         tag : int
             From `Tags`.
+        room : Room, optional
+            Where one-sided steps happen; the plan must be bound to its transport.
         """
-        return Execution(self, comm, bases, tag)
+        return Execution(self, comm, bases, tag, room)
 
     def pieces(self, where: Where, bases: Sequence[int], segment: int) -> list[Fragment]:
         """Address and bytes of every block's piece of a segment; empty pieces are left out."""
         base, itemsize, length = bases[where.space], self.itemsize, self.segment
         low = segment * length
-        shift = 0 if where.space == SCRATCH_SPACE else low * itemsize
+        shift = low * itemsize if where.space <= SPACES[OUTPUT] else 0
         found = []
         for offset, count in where.blocks:
             count = min(count - low, length)
@@ -222,6 +350,74 @@ class Plan:
         return [_buffer(fragments) for fragments in cut]
 
 
+class Turn:
+    """One set of window and cells of a lane: where it lies, and what earlier runs have spent of its cells.
+
+    Attributes
+    ----------
+    windows : tuple of int
+        The bases of one's own window and of every rank's: addresses, or offsets in the chunk where only MPI gets there.
+    """
+
+    def __init__(self, data: Chunk, data_offset: int, cells: Chunk, cells_offset: int, ncells: int, nranks: int) -> None:
+        self.data = data
+        self.cells = cells
+        self.offset = cells_offset
+        self.spent = [0] * ncells
+        bases = [data.peer_base(peer) + data_offset if data.shared else data_offset for peer in range(nranks)]
+        self.windows = (data.base + data_offset, *bases)
+
+    def look(self, cell: int, value: int, total: int, credit: int) -> bool | None:
+        """Whether a cell holds `value` credits of this call, of `total` that it will get; None: of another call."""
+        held = (self.cells.read(self.offset + cell * CELL) - self.spent[cell]) & WORD
+        credits, digests = held >> CREDIT_BITS, held & ((1 << CREDIT_BITS) - 1)
+        if credits < value:
+            return False
+        ahead = max(credits - total, 0)
+        rest = digests - (credits - ahead) * (credit & ((1 << DIGEST_BITS) - 1))
+        return True if 0 <= rest < (ahead << DIGEST_BITS) + 1 else None
+
+
+class Room:
+    """The windows and cells in which the one-sided steps of programs happen, lane by lane, turn about."""
+
+    def __init__(self, turns: Sequence[Sequence[Turn]], ncells: int, window_bytes: int) -> None:
+        self._turns = turns
+        self._next = [0] * len(turns)
+        self.ncells = ncells
+        self.window_bytes = window_bytes
+
+    @staticmethod
+    def size(lanes: int, ncells: int, window_bytes: int) -> int:
+        """Bytes of a region for `carve`."""
+        return lanes * TURNS * (ncells * CELL + -(-window_bytes // CELL) * CELL)
+
+    @classmethod
+    def carve(cls, chunk: Chunk, offset: int, lanes: int, ncells: int, window_bytes: int, nranks: int) -> Room:
+        """A room in a region of `size` zeroed bytes."""
+        set_bytes = cls.size(1, ncells, window_bytes) // TURNS
+        starts = [[offset + (lane * TURNS + turn) * set_bytes for turn in range(TURNS)] for lane in range(lanes)]
+        turns = [
+            [Turn(chunk, start + ncells * CELL, chunk, start, ncells, nranks) for start in lane] for lane in starts
+        ]
+        return cls(turns, ncells, window_bytes)
+
+    @property
+    def shared(self) -> bool:
+        """Whether peers' windows are read where they lie."""
+        return self._turns[0][0].data.shared
+
+    def holds(self, plan: Plan) -> bool:
+        """Whether a plan's runs find room here."""
+        return plan.program.cells <= self.ncells and plan.window_bytes <= self.window_bytes
+
+    def take(self, lane: int) -> Turn:
+        """The turn of a lane's next run."""
+        turns = self._turns[lane]
+        self._next[lane] += 1
+        return turns[(self._next[lane] - 1) % len(turns)]
+
+
 class Execution:
     """A plan under way on one rank. `advance` does what can be done and says whether all is done.
 
@@ -229,22 +425,39 @@ class Execution:
     ----------
     moves : int
         Grows whenever something was achieved.
+    mismatched : bool
+        A credit of another call has come.
     sent, received : int
-        Bytes so far.
+        Bytes so far; those that are put and got count from the start.
     """
 
-    __slots__ = ("_bases", "_comm", "_lanes", "_live", "_plan", "_tag", "moves", "received", "sent", "talking")
+    __slots__ = (
+        "_bases", "_comm", "_credit", "_lanes", "_live", "_plan", "_room", "_tag", "_turns",
+        "mismatched", "moves", "received", "sent", "talking",
+    )  # fmt: skip
 
-    def __init__(self, plan: Plan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> None:
+    def __init__(
+        self, plan: Plan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None
+    ) -> None:
         self._plan = plan
         self._comm = comm
         self._tag = tag
-        self.moves = self.sent = self.received = 0
+        self._room = room
+        self.moves = 0
+        self.sent, self.received = plan.bytes_put, plan.bytes_got
+        self.mismatched = False
         self.talking = plan.talking
         inp, out, scratch = bases
-        self._bases = [(inp, out, scratch + lane * plan.lane_bytes) for lane in range(plan.lanes)]
-        # A lane: [segment, round, receives under way, sends under way]
-        self._lanes: list[list[Any]] = [[lane, -1, None, None] for lane in range(plan.lanes)]
+        self._bases: list[tuple[int, ...]] = [(inp, out, scratch + lane * plan.lane_bytes) for lane in range(plan.lanes)]
+        self._turns: list[Turn] = []
+        self._credit = 0
+        if room is not None:
+            digest = 0 if plan.call.settings.check == "off" else plan.call.digest()
+            self._credit = (1 << CREDIT_BITS) + digest
+            self._turns = [room.take(lane) for lane in range(plan.lanes)]
+            self._bases = [base + turn.windows for base, turn in zip(self._bases, self._turns, strict=True)]
+        # A lane: [segment, round, receives under way, sends under way, waits not yet satisfied]
+        self._lanes: list[list[Any]] = [[lane, -1, None, None, None] for lane in range(plan.lanes)]
         self._live = plan.lanes
         for lane in self._lanes:
             self._next_round(lane)
@@ -257,14 +470,16 @@ class Execution:
         return not self._live
 
     def awaited(self) -> tuple[list[int], int]:
-        """Peers whose messages are still to come, and the round (from 1) of the slowest lane."""
+        """Peers that are still to be heard from, and the round (from 1) of the slowest lane."""
         peers: set[int] = set()
         slowest = len(self._plan.rounds)
-        for segment, number, recvs, _ in self._lanes:
+        for segment, number, recvs, _, waits in self._lanes:
             if segment < self._plan.segments and number < len(self._plan.rounds):
                 slowest = min(slowest, number + 1)
                 if recvs:
                     peers.update(peer for peer, _ in self._plan.rounds[number][0])
+                if waits:  # whose credits are missing, a cell does not say
+                    peers.update(peer for peer in range(self._plan.call.nranks) if peer != self._plan.call.rank)
         return sorted(peers), slowest
 
     def _push(self, lane: list[Any]) -> None:
@@ -275,6 +490,11 @@ class Execution:
                     return
                 lane[2] = None
                 self.moves += 1
+            if lane[4]:
+                if not self._satisfied(lane):
+                    return
+                lane[4] = None
+                self.moves += 1
             if lane[2] is None:
                 self._work(lane)
                 lane[2] = ()
@@ -284,21 +504,43 @@ class Execution:
                 lane[3] = None
             self._next_round(lane)
 
+    def _satisfied(self, lane: list[Any]) -> bool:
+        """Whether the waits of a lane's round are satisfied; those that are, are not looked at again."""
+        plan, turn = self._plan, self._turns[lane[0] % self._plan.lanes]
+        waits = lane[4]
+        while waits:
+            cell, value = waits[-1]
+            seen = turn.look(cell, value, plan.spent[cell][1], self._credit)
+            if not seen:
+                if seen is None:
+                    self.mismatched = True
+                turn.cells.poke()
+                return False
+            waits.pop()
+        if turn.data is not turn.cells:
+            turn.data.fence()
+        return True
+
     def _next_round(self, lane: list[Any]) -> None:
         """Post the next round of a lane: of its next segment if this one has none left."""
         plan = self._plan
         lane[1] += 1
         self.moves += 1
+        number = lane[0] % plan.lanes
         if lane[1] == len(plan.rounds):
             self._divide(lane)
+            if self._turns:
+                self._settle(number)
             lane[0] += plan.lanes
             lane[1] = 0
             if lane[0] >= plan.segments:
                 self._live -= 1
                 return
-        number = lane[0] % plan.lanes
+            if self._room is not None:
+                self._turns[number] = turn = self._room.take(number)
+                self._bases[number] = self._bases[number][:PEERS - 1] + turn.windows
         bases, tag, comm = self._bases[number], self._tag | number, self._comm
-        recvs, sends, _ = plan.rounds[lane[1]]
+        recvs, sends, _, waits = plan.rounds[lane[1]]
         lane[2] = posted = []
         for peer, where in recvs:
             for message in plan.messages(where, bases, lane[0]):
@@ -309,19 +551,55 @@ class Execution:
             for message in plan.messages(where, bases, lane[0]):
                 posted.append(comm.Isend(message, peer, tag))
                 self.sent += _release(message)
+        lane[4] = waits[::-1]
         if not lane[2]:
             lane[2] = None
 
+    def _settle(self, number: int) -> None:
+        """A run is over: what its program has waited for, and not taken back, is spent."""
+        turn = self._turns[number]
+        for cell, (left, _) in enumerate(self._plan.spent):
+            turn.spent[cell] = (turn.spent[cell] + left * self._credit) & WORD
+
     def _work(self, lane: list[Any]) -> None:
-        """The folds and copies of a lane's round."""
+        """The steps of a lane's round that wait for nothing, in order."""
         plan = self._plan
-        segment, bases = lane[0], self._bases[lane[0] % plan.lanes]
-        for folds, dst, srcs in plan.rounds[lane[1]][2]:
+        segment, number = lane[0], lane[0] % plan.lanes
+        bases = self._bases[number]
+        begun, under_way, notified = -1, set(), set()  # one-sided steps that have only been started
+        for kind, peer, dst, srcs in plan.rounds[lane[1]][2]:
+            if under_way and kind != begun:
+                self._complete(self._turns[number].data, under_way)
+            if kind == NOTIFY:
+                turn = self._turns[number]
+                if turn.data is not turn.cells:
+                    turn.data.fence()
+                turn.cells.notify(peer, turn.offset + dst * CELL, srcs * self._credit, False)
+                notified.add(peer)
+                continue
             for nbytes, target, sources in _rows(plan, dst, srcs, bases, segment):
-                if folds:
+                if kind == FOLD:
                     ops.fold(plan.kernel, nbytes // plan.itemsize, target, sources)
-                elif target != sources[0]:
-                    ops.copy(nbytes, target, sources[0])
+                elif kind == COPY:
+                    if target != sources[0]:
+                        ops.copy(nbytes, target, sources[0])
+                elif kind == GET:
+                    self._turns[number].data.get(peer, sources[0], target, nbytes)
+                else:
+                    self._turns[number].data.put(peer, target, sources[0], nbytes)
+            if kind in (GET, PUT):
+                begun = kind
+                under_way.add(peer)
+        if under_way:
+            self._complete(self._turns[number].data, under_way)
+        if notified:
+            self._complete(self._turns[number].cells, notified)
+
+    @staticmethod
+    def _complete(chunk: Chunk, peers: set[int]) -> None:
+        for peer in peers:
+            chunk.flush(peer)
+        peers.clear()
 
     def _divide(self, lane: list[Any]) -> None:
         plan = self._plan

@@ -39,7 +39,7 @@ from pyreduce.calls import Call, Fingerprint, compare
 from pyreduce.errors import BrokenCommunicatorError, CollectiveTimeout, MismatchError, name_ranks
 from pyreduce.execute import NOTICE_TAG, Tags
 
-__all__ = ["Peers", "Started", "duplicate"]
+__all__ = ["ATTEND_SECONDS", "Peers", "Started", "duplicate", "keep_for_ever"]
 
 log = logging.getLogger("pyreduce")
 
@@ -56,6 +56,7 @@ class Started(Protocol):
     """What the waiting loop needs of anything under way."""
 
     moves: int
+    mismatched: bool  # a peer's signal has shown that it is in another call
 
     def advance(self) -> bool:
         """Do what can be done; True when done."""
@@ -83,6 +84,7 @@ class _NotStarted:
     """Stands for a call of which nothing has been sent."""
 
     moves = 0
+    mismatched = False
 
     def advance(self) -> bool:
         return False
@@ -94,7 +96,7 @@ class _NotStarted:
 NOT_STARTED = _NotStarted()
 
 
-def _keep_for_ever(objects: object) -> None:
+def keep_for_ever(objects: object) -> None:
     """Never free these, not even when the interpreter ends: MPI reads and writes them until its own end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(objects))
 
@@ -115,7 +117,7 @@ def duplicate(comm: MPI.Intracomm, timeout: float | None, warn_seconds: float) -
         os.sched_yield()
         waited = perf_counter() - begun
         if timeout is not None and waited > timeout:
-            _keep_for_ever((made, request))
+            keep_for_ever((made, request))
             raise CollectiveTimeout(
                 f"{where}: not all ranks had come to make it when this one gave up after {timeout:g} s; all ranks make "
                 "it together, by the first call of a function on their communicator or by pyreduce.Communicator"
@@ -146,6 +148,7 @@ class Peers:
         self.broken: BaseException | None = None
         self.waited = 0.0
         self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
+        self._asked: set[int] = set()  # peers that have asked, and got no answer yet
         self._sending: list[MPI.Request] = []
         self._arriving: list[tuple[int, MPI.Request]] = []
         self._sent_to = np.zeros(self.size, np.int64)
@@ -187,7 +190,7 @@ class Peers:
 
         `keep` is what MPI may still read or write; what has been posted hangs on the error's traceback.
         """
-        _keep_for_ever((error, error.__traceback__, keep))
+        keep_for_ever((error, error.__traceback__, keep))
         if self.broken is not None:
             return
         if isinstance(error, MPI.Exception):  # perhaps because a peer has left: then that is told
@@ -230,14 +233,28 @@ class Peers:
                 self._sending.append(self.comm.isend(notice, target, NOTICE_TAG))
                 self._sent_to[target] += 1
 
-    def hear(self, number: int, call: Call, round_number: int) -> None:
-        """Take in notices that have arrived; answer queries."""
+    def hear(self, number: int, call: Call | None, round_number: int) -> None:
+        """Take in notices that have arrived; answer queries, those that came between two calls when one is made."""
         for source, notice in self._arrived():
             if notice.kind == "query" and notice.number >= number:
-                self._tell(Notice("here", number, call.fingerprint(), round_number, ""), source)
+                self._asked.add(source)
             before = self._pending.get(source)
             if before is None or before.kind in QUIET or notice.kind not in QUIET:
                 self._pending[source] = notice
+        if call is not None and self._asked:
+            for source in self._asked:
+                self._tell(Notice("here", number, call.fingerprint(), round_number, ""), source)
+            self._asked.clear()
+
+    def listen(self, where: str, number: int) -> None:
+        """Between two calls, `number` being the next: raise if a peer will not come any more."""
+        self.hear(number, None, 0)
+        for source, notice in self._pending.items():
+            if notice.kind not in QUIET and notice.number <= number:
+                what = notice.detail or f"failed ({notice.kind})"
+                self.broken = BrokenCommunicatorError(f"{where}: rank {source} left in call {notice.number}: {what}")
+                self._tell(Notice("joined", number, (), 0, ""))
+                raise self.broken
 
     def _arrived(self) -> list[tuple[int, Notice]]:
         """Notices that have come in whole, by sender.
@@ -278,7 +295,7 @@ class Peers:
                     log.warning(
                         "close (rank %d of %d): not all ranks close; the communicator is kept", self.rank, self.size
                     )
-                _keep_for_ever((request, expected, self))
+                keep_for_ever((request, expected, self))
                 return False
             os.sched_yield()
         return True
@@ -398,6 +415,8 @@ class _Wait:
         bad = peers.trouble(number, fingerprint)
         if bad is not None:
             peers.fail("mismatch" if bad.kind in (*QUIET, "mismatch") else "joined", call, number, self.started, "")
+        if self.started.mismatched:
+            peers.fail("mismatch", call, number, self.started, "")
         for peer in awaited:
             if peers.comm.Iprobe(peer, MPI.ANY_TAG, peers._status):
                 tag = peers._status.tag

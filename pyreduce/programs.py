@@ -8,15 +8,26 @@ Vocabulary
 ----------
 place
     ``(space, first block, count)``: `count` consecutive blocks from `first` on (numbers wrap at `nranks`), in the
-    ``input`` (read-only), the ``output`` or the ``scratch`` space. In scratch a place also says which slots hold the
-    blocks: block ``first + i`` lies in slot ``slot + i``. A place of count 0 is an empty message: it only says that
-    its sender has come this far.
+    ``input`` (read-only), the ``output``, the ``scratch`` or the ``window`` space. In scratch and window a place also
+    says which slots hold the blocks: block ``first + i`` lies in slot ``slot + i``. A place of count 0 is an empty
+    message: it only says that its sender has come this far.
+window
+    Like scratch, but the peers can read it (`Get`) and write to it (`Put`) without this rank's doing.
+cell
+    A counter that every rank has, 0 at the start, raised by `Notify` and awaited by `Wait`; what a notify adds are
+    *credits*. A rank's writes before a notify, to its own window or to a peer's, are seen after the wait that it
+    satisfies. A program waits for all credits that it gives, or takes the rest back.
 step
-    `Send`, `Recv`, `Fold` or `Copy`.
+    `Send`, `Recv`, `Fold`, `Copy`, and one-sided: `Put`, `Get`, `Notify`, `Wait`.
 round
-    Steps that may proceed together. All sends and receives of a round start at once; its folds and copies run, in the
-    order written, when its receives have arrived; the next round starts when all of that is done, sends included. So
-    within a round nothing may write to a place that one of its sends reads.
+    Steps that may proceed together. All sends and receives of a round start at once; when its receives have arrived
+    and its waits are satisfied, all other steps run in the order written; the next round starts when all of that is
+    done, sends included. So within a round nothing may write to a place that one of its sends reads.
+
+One call after another
+    Programs with one-sided steps run on two sets of window and cells, turn about: what a slow peer still reads from
+    this call, the next one does not touch, and the one after that cannot begin before the peer has finished this one.
+    That holds if nobody can finish a call that somebody has not begun; `pyreduce.verify` plays three calls and looks.
 
 What the spaces hold, on rank r of P
 ------------------------------------
@@ -42,12 +53,16 @@ __all__ = [
     "Copy",
     "Cost",
     "Fold",
+    "Get",
+    "Notify",
     "Place",
     "Program",
+    "Put",
     "Recv",
     "RoundsFunction",
     "Send",
     "Step",
+    "Wait",
     "build",
     "in_place_safe",
     "input_blocks",
@@ -55,12 +70,17 @@ __all__ = [
     "place_input",
     "place_output",
     "place_scratch",
+    "place_window",
     "places",
+    "reads",
+    "remote",
+    "writes",
 ]
 
 COLLECTIVES = ("reduce_scatter", "allgather", "allreduce")
 
-INPUT, OUTPUT, SCRATCH = "input", "output", "scratch"
+INPUT, OUTPUT, SCRATCH, WINDOW = "input", "output", "scratch", "window"
+SLOTTED = (SCRATCH, WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +100,8 @@ class Place:
 @lru_cache(maxsize=1 << 16)
 def _take_apart(place: Place, nranks: int) -> tuple[tuple[str, int, int], ...]:
     blocks = [(place.first + i) % nranks for i in range(place.count)]
-    if place.space == SCRATCH:
-        return tuple((SCRATCH, place.slot + i, block) for i, block in enumerate(blocks))
+    if place.space in SLOTTED:
+        return tuple((place.space, place.slot + i, block) for i, block in enumerate(blocks))
     return tuple((place.space, block, block) for block in blocks)
 
 
@@ -98,6 +118,11 @@ def place_output(first: int, count: int = 1) -> Place:
 def place_scratch(slot: int, first: int, count: int = 1) -> Place:
     """`count` blocks from block `first` on, kept in scratch slots `slot`, `slot` + 1, ..."""
     return Place(SCRATCH, first, count, slot)
+
+
+def place_window(slot: int, first: int, count: int = 1) -> Place:
+    """`count` blocks from block `first` on, kept in window slots `slot`, `slot` + 1, ..."""
+    return Place(WINDOW, first, count, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +157,47 @@ class Copy:
     src: Place
 
 
-Step = Send | Recv | Fold | Copy
-_STEPS, _MESSAGES = (Send, Recv, Fold, Copy), (Send, Recv)
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Copy `src` to `dst` in the window of rank `peer`."""
+
+    peer: int
+    dst: Place
+    src: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Copy `src` in the window of rank `peer` to `dst`."""
+
+    peer: int
+    dst: Place
+    src: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Add `value` credits to cell `cell` of rank `peer`, after everything this rank has written so far.
+
+    To this rank itself, with a negative value: take credits back that have been waited for.
+    """
+
+    peer: int
+    cell: int
+    value: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on when this rank's cell `cell` holds at least `value` credits."""
+
+    cell: int
+    value: int = 1
+
+
+Step = Send | Recv | Fold | Copy | Put | Get | Notify | Wait
+_STEPS, _MESSAGES = (Send, Recv, Fold, Copy, Put, Get, Notify, Wait), (Send, Recv)
+_NAMES_PEER = (Send, Recv, Put, Get)
 RoundsFunction = Callable[[str, int, int], Iterable[Sequence[Step]]]
 
 
@@ -144,15 +208,17 @@ class Cost:
     Attributes
     ----------
     rounds : int
-        Rounds that send or receive.
+        Rounds that send, receive or wait.
     sent, received : int
-        Blocks sent and received.
+        Blocks sent and received, those put into and got from peers' windows included.
     messages : int
         Messages sent.
     folds : int
         Operations by block: a fold of k places of c blocks is (k - 1) c.
-    scratch : int
-        Scratch slots, a block each.
+    scratch, window : int
+        Scratch and window slots, a block each.
+    notifies : int
+        Notifies to peers.
     """
 
     rounds: int
@@ -161,6 +227,8 @@ class Cost:
     messages: int
     folds: int
     scratch: int
+    window: int = 0
+    notifies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +240,27 @@ class Program:
     rank: int
     rounds: tuple[tuple[Step, ...], ...]
     scratch: int
+    window: int = 0
+    cells: int = 0
 
     def cost(self) -> Cost:
-        """Count rounds, blocks, messages and folds."""
-        talking = sent = received = messages = folds = 0
+        """Count rounds, blocks, messages, folds and notifies."""
+        talking = sent = received = messages = folds = notifies = 0
         for steps in self.rounds:
-            talking += any(isinstance(step, _MESSAGES) for step in steps)
+            talking += any(isinstance(step, Send | Recv | Wait) for step in steps)
             for step in steps:
                 if isinstance(step, Send):
                     sent += step.src.count
                     messages += 1
-                elif isinstance(step, Recv):
+                elif isinstance(step, Put):
+                    sent += step.src.count
+                elif isinstance(step, Recv | Get):
                     received += step.dst.count
                 elif isinstance(step, Fold):
                     folds += (len(step.srcs) - 1) * step.dst.count
-        return Cost(talking, sent, received, messages, folds, self.scratch)
+                elif isinstance(step, Notify):
+                    notifies += step.peer != self.rank
+        return Cost(talking, sent, received, messages, folds, self.scratch, self.window, notifies)
 
 
 def input_blocks(collective: str, nranks: int, rank: int) -> range:
@@ -234,44 +308,83 @@ def build(name: str, function: RoundsFunction, collective: str, nranks: int, ran
             _check_step(step, collective, nranks, rank, f"{where}, round {number}")
         _check_round(checked, nranks, f"{where}, round {number}")
         rounds.append(checked)
-    program = Program(collective, nranks, rank, tuple(rounds), 0)
-    slots = [p.slot + p.count for steps in rounds for step in steps for p in places(step) if p.space == SCRATCH]
-    return Program(collective, nranks, rank, program.rounds, max(slots, default=0))
+    steps = [step for steps in rounds for step in steps]
+    named = [place for step in steps for place in (*places(step), *remote(step))]
+    cells = [step.cell + 1 for step in steps if isinstance(step, Notify | Wait)]
+    return Program(
+        collective, nranks, rank, tuple(rounds), _slots(named, SCRATCH), _slots(named, WINDOW), max(cells, default=0)
+    )
+
+
+def _slots(named: Iterable[Place], space: str) -> int:
+    return max((place.slot + place.count for place in named if place.space == space), default=0)
+
+
+def writes(step: Step) -> tuple[Place, ...]:
+    """The place of this rank that a step writes."""
+    return (step.dst,) if isinstance(step, Recv | Fold | Copy | Get) else ()
+
+
+def reads(step: Step) -> tuple[Place, ...]:
+    """The places of this rank that a step reads."""
+    if isinstance(step, Fold):
+        return step.srcs
+    return (step.src,) if isinstance(step, Send | Copy | Put) else ()
 
 
 def places(step: Step) -> tuple[Place, ...]:
-    """All places a step names, what it writes first."""
-    if isinstance(step, Send):
-        return (step.src,)
-    if isinstance(step, Recv):
+    """All places of this rank that a step names, what it writes first."""
+    return (*writes(step), *reads(step))
+
+
+def remote(step: Step) -> tuple[Place, ...]:
+    """The place in a peer's window that a step names."""
+    if isinstance(step, Put):
         return (step.dst,)
-    if isinstance(step, Fold):
-        return (step.dst, *step.srcs)
-    return (step.dst, step.src)
+    return (step.src,) if isinstance(step, Get) else ()
 
 
 def _check_step(step: Step, collective: str, nranks: int, rank: int, where: str) -> None:
     if not isinstance(step, _STEPS):
-        raise AlgorithmError(f"{where}: {step!r} is not a step (Send, Recv, Fold or Copy)")
-    if isinstance(step, _MESSAGES):
+        known = ", ".join(kind.__name__ for kind in _STEPS)
+        raise AlgorithmError(f"{where}: {step!r} is not a step ({known})")
+    if isinstance(step, (*_NAMES_PEER, Notify)):
         if not (isinstance(step.peer, int) and 0 <= step.peer < nranks):
             raise AlgorithmError(f"{where}: {step!r} names peer {step.peer!r}; ranks are 0..{nranks - 1}")
-        if step.peer == rank:
+        if step.peer == rank and isinstance(step, _NAMES_PEER):
             raise AlgorithmError(f"{where}: {step!r} talks to its own rank; use Copy")
+    if isinstance(step, Notify | Wait):
+        _check_credits(step, rank, where)
+        return
     if isinstance(step, Fold) and not step.srcs:
         raise AlgorithmError(f"{where}: {step!r} folds nothing")
-    named = places(step)
+    named = (*places(step), *remote(step))
     for place in named:
-        if not isinstance(place, Place) or place.space not in (INPUT, OUTPUT, SCRATCH):
-            raise AlgorithmError(f"{where}: {place!r} is not a place in input, output or scratch")
+        if not isinstance(place, Place) or place.space not in (INPUT, OUTPUT, SCRATCH, WINDOW):
+            raise AlgorithmError(f"{where}: {place!r} is not a place in input, output, scratch or window")
         if not (0 <= place.first < nranks and 0 <= place.count <= nranks and place.slot >= 0):
             raise AlgorithmError(f"{where}: {place!r} is out of range; blocks are 0..{nranks - 1}")
         if (place.first, place.count) != (named[0].first, named[0].count):
             raise AlgorithmError(f"{where}: {step!r} mixes blocks {_run(named[0])} and {_run(place)}")
-        if place.space != SCRATCH and (place.space == INPUT) == (collective == "allgather"):
+        if place.space not in SLOTTED and (place.space == INPUT) == (collective == "allgather"):
             _check_owned(step, place, collective, nranks, rank, where)
-    if named[0].space == INPUT and not isinstance(step, Send):
-        raise AlgorithmError(f"{where}: {step!r} writes to the input, which is read-only")
+    for place in remote(step):
+        if place.space != WINDOW:
+            raise AlgorithmError(f"{where}: {step!r} names the {place.space} of a peer; only windows can be reached")
+    for place in writes(step):
+        if place.space == INPUT:
+            raise AlgorithmError(f"{where}: {step!r} writes to the input, which is read-only")
+
+
+def _check_credits(step: Notify | Wait, rank: int, where: str) -> None:
+    if not (isinstance(step.cell, int) and step.cell >= 0 and isinstance(step.value, int)):
+        raise AlgorithmError(f"{where}: {step!r}: cells and values are integers, cells from 0 on")
+    if isinstance(step, Wait) and step.value < 1:
+        raise AlgorithmError(f"{where}: {step!r} waits for nothing: a cell holds 0 at the start")
+    if isinstance(step, Notify) and (step.value < 0) != (step.peer == rank):
+        raise AlgorithmError(f"{where}: {step!r}: credits are given to peers (value > 0), and taken back from oneself")
+    if isinstance(step, Notify) and step.value == 0:
+        raise AlgorithmError(f"{where}: {step!r} adds nothing, so no wait could see it")
 
 
 def _check_owned(step: Step, place: Place, collective: str, nranks: int, rank: int, where: str) -> None:
@@ -300,7 +413,7 @@ def _check_round(steps: tuple[Step, ...], nranks: int, where: str) -> None:
     for step in steps:
         if isinstance(step, Send):
             continue
-        cells = _cells(places(step)[0], nranks)
+        cells = [cell for place in writes(step) for cell in _cells(place, nranks)]
         clash = reading.intersection(cells)
         if clash:
             raise AlgorithmError(f"{where}: {step!r} writes to {min(clash)} while a send reads it")
@@ -339,7 +452,8 @@ def in_place_safe(program: Program) -> bool:
         for step in steps:
             if isinstance(step, _MESSAGES):
                 continue
-            read, written = needs(places(step)[1:]), covers(step.dst)
+            read = needs(reads(step))
+            written = {index for place in writes(step) for index in covers(place)}
             if isinstance(step, Copy) and read == written and not shift:
                 continue
             if read & gone or sent & written:

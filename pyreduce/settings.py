@@ -9,6 +9,7 @@ PYREDUCE_MESSAGE_BYTES      a message is cut above so many bytes                
 PYREDUCE_TIMEOUT            seconds a call may wait; 0 or unset: for ever                       none
 PYREDUCE_WARN_SECONDS       a wait without a timeout logs who is missing after so long          60
 PYREDUCE_CHECK              ``light``, ``full`` or ``off``                                      light
+PYREDUCE_TRANSPORT          of windows and signals: ``shared`` (one node) or ``rma``            by placement
 ==========================  ==================================================================  ==============
 """
 
@@ -17,16 +18,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["CHECKS", "Settings", "read_settings"]
+__all__ = ["CHECKS", "TRANSPORTS", "Settings", "read_settings"]
 
 CHECKS = ("light", "full", "off")
+TRANSPORTS = ("shared", "rma")
 MAX_IN_FLIGHT = 8
 MESSAGE_BYTES = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a communicator works with; all ranks must have the same of everything but the last two."""
+    """What a communicator works with; all ranks must have the same of everything but the two times."""
 
     segment_bytes: int
     in_flight: int
@@ -34,6 +36,7 @@ class Settings:
     check: str
     timeout: float | None
     warn_seconds: float
+    transport: str | None = None
 
 
 def _integer(name: str, given: int | None, variable: str, default: int, low: int, high: int) -> int:
@@ -69,11 +72,15 @@ def read_settings(
     check: str | None = None,
     timeout: float | None = None,
     warn_seconds: float | None = None,
+    transport: str | None = None,
 ) -> Settings:
     """Settings from arguments, where given, else from the environment, else the defaults of this module."""
     check = check if check is not None else os.environ.get("PYREDUCE_CHECK") or "light"
     if check not in CHECKS:
         raise ValueError(f"check is {check!r}, needs to be one of {', '.join(CHECKS)}")
+    transport = transport if transport is not None else os.environ.get("PYREDUCE_TRANSPORT") or None
+    if transport is not None and transport not in TRANSPORTS:
+        raise ValueError(f"transport is {transport!r}, needs to be one of {', '.join(TRANSPORTS)}")
     if timeout is None:
         timeout = check_seconds("PYREDUCE_TIMEOUT", os.environ.get("PYREDUCE_TIMEOUT") or 0) or None
     else:
@@ -89,4 +96,5 @@ def read_settings(
         check,
         timeout,
         warn_seconds,
+        transport,
     )

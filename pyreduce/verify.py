@@ -18,6 +18,8 @@ from pyreduce.simulate import Simulation
 
 __all__ = ["Report", "Symbol", "fold_symbols", "format_symbol", "verify", "verify_all"]
 
+CALLS = 3  # of programs with windows: the third uses what the first one used
+
 Symbol: TypeAlias = "int | tuple[Symbol, ...]"
 
 
@@ -66,7 +68,7 @@ def format_symbol(symbol: Symbol) -> str:
     return text
 
 
-def verify(name: str, function: RoundsFunction, collective: str, nranks: int) -> Report:
+def verify(name: str, function: RoundsFunction, collective: str, nranks: int, *, turns: int = 2) -> Report:
     """Check an algorithm for one collective and one number of ranks.
 
     Parameters
@@ -77,6 +79,8 @@ def verify(name: str, function: RoundsFunction, collective: str, nranks: int) ->
         ``(collective, nranks, rank) -> rounds``.
     collective : str
     nranks : int
+    turns : int
+        Sets of windows and cells that calls take turns on (see `Simulation`): 1 for programs on a user's window.
 
     Returns
     -------
@@ -85,15 +89,17 @@ def verify(name: str, function: RoundsFunction, collective: str, nranks: int) ->
     Raises
     ------
     AlgorithmError
-        Naming the block, the rank and the contribution that is missing, doubled or never received.
+        Naming the block, the rank and the contribution that is missing, doubled or never received; the two ranks of a
+        race; who waits for whom in a deadlock.
     Unsupported
         `function` does not serve this collective or this number of ranks.
     """
     programs = [build(name, function, collective, nranks, rank) for rank in range(nranks)]
+    calls = CALLS if any(program.window for program in programs) else 1
     inputs: list[dict[int, Symbol]] = [
         dict.fromkeys(input_blocks(collective, nranks, rank), rank) for rank in range(nranks)
     ]
-    outputs = Simulation[Symbol](programs, inputs, fold_symbols, name).run()
+    outputs = Simulation[Symbol](programs, inputs, fold_symbols, name, calls=calls, turns=turns).run()
     where = f"{name}: {collective} with P={nranks}"
     orders: dict[int, tuple[int, Symbol]] = {}
     for rank, output in enumerate(outputs):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from pyreduce.algorithms.mesh import mesh
 from pyreduce.algorithms.naive import naive
 from pyreduce.algorithms.ring import ring
 from pyreduce.programs import Program, RoundsFunction, build
@@ -68,6 +69,7 @@ def _build(algorithm: Algorithm, collective: str, nranks: int, rank: int) -> Pro
 
 _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
+    "mesh": Algorithm("mesh", mesh, rank_order=True, trusted=True),
     "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
 }
 

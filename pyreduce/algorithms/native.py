@@ -77,7 +77,7 @@ class NativeExecution:
         self._bases = bases
         self._agreement: Execution | None = plan.agreement.start(comm, bases, tag) if plan.agree else None
         self._request: MPI.Request | None = None
-        self._done = False
+        self._done = self.mismatched = False
         self.moves = self.sent = self.received = 0
         self.talking = plan.agreement.talking if plan.agree else 0
 

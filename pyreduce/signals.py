@@ -1,0 +1,372 @@
+"""Signals: cells on every rank that peers raise (`Signal.notify`) and their owner waits for (`Signal.wait`).
+
+What is promised: whatever a rank has written, to its own windows or by put to a peer's, before it notifies is seen by
+the rank whose wait that notify satisfies. docs/signals.md tells the whole memory model.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import numpy as np
+
+from pyreduce._core import lib
+from pyreduce.arena import LINE, Region
+from pyreduce.calls import Call
+from pyreduce.errors import name_ranks
+from pyreduce.execute import CELL, Plan, Room, Turn
+from pyreduce.onesided import OneSided
+from pyreduce.programs import Notify, Program, Wait
+
+__all__ = ["NotifyOp", "Signal", "WaitCmp", "make_signal"]
+
+RECORDS = 1 << 16  # counters of notifies that a signal keeps at most, one for each peer and cell
+ASK_SECONDS = 0.5  # for peers' records, when a wait has failed
+Cell = int | tuple[int, ...]
+
+
+class NotifyOp(enum.Enum):
+    """What a notify does to a cell."""
+
+    ADD = "add"
+    SET = "set"
+
+
+class WaitCmp(enum.Enum):
+    """When a wait is satisfied: the cell is at least the value expected, or equal to it."""
+
+    GE = ">="
+    EQ = "=="
+
+
+_ADD, _GE = NotifyOp.ADD, WaitCmp.GE
+
+
+def check_shape(shape: Any, what: str) -> tuple[int, ...]:
+    """`shape` as a tuple of non-negative ints."""
+    try:
+        dims = tuple(n.__index__() for n in (shape if isinstance(shape, tuple | list) else (shape,)))
+    except AttributeError:
+        raise TypeError(f"{what}: shape must be an int or a tuple of ints, got {shape!r}") from None
+    if any(n < 0 for n in dims):
+        raise ValueError(f"{what}: shape {dims} has a negative length")
+    return dims
+
+
+def make_signal(owner: OneSided, shape: Any, timeout: float | None) -> Signal:
+    """See `Communicator.signal`."""
+    dims = check_shape(shape, "signal")
+    if not math.prod(dims):
+        raise ValueError(f"signal: shape {dims} has no cells")
+    words = (("shape", str(dims)), *owner.arena.facts())
+    call = Call(
+        "signal", "one-sided", None, np.dtype(np.int64), (math.prod(dims),) * owner.size, words, owner.rank,
+        owner.settings,
+    )  # fmt: skip
+    ncells = math.prod(dims)
+    recorded = ncells if ncells * owner.size <= RECORDS else 0
+    nbytes = (ncells + owner.size) * CELL + -(-recorded * owner.size * 8 // LINE) * LINE
+    return Signal(owner, owner.allocate(nbytes, call, timeout), dims, recorded)
+
+
+class Signal:
+    """Cells of 64 bits, the same on every rank; made by `Communicator.signal`, a context manager.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    transport : str
+        ``"shared"`` or ``"rma"``.
+    """
+
+    # Layout of the region: user cells, a line each; one cell a rank for barrier(); then, for every peer and cell, how
+    # often this rank has notified it there, which peers look at when a wait of theirs has failed.
+
+    def __init__(self, owner: OneSided, region: Region, shape: tuple[int, ...], recorded: int) -> None:
+        self._region: Region | None = region
+        self._chunk = region.chunk
+        self._peers = owner.peers
+        self.owner = owner
+        self.number = region.number
+        self.shape = shape
+        self.size = math.prod(shape)
+        self.transport = region.chunk.name
+        self._recorded = recorded
+        self._records = region.offset + (self.size + owner.size) * CELL
+        # By (peer, cell) and by cell as they were given: what the quick way needs, filled by `_find`, empty when closed.
+        self._targets: dict[Any, tuple[int, int]] = {}
+        self._own: dict[Any, int] = {}
+        self._barrier: tuple[Plan, Room] | None = None
+        owner.keep(self)
+
+    def __enter__(self) -> Signal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._region is None else self.transport
+        return f"<pyreduce.Signal {self.number} of shape {self.shape}, rank {self.owner.rank}, {state}>"
+
+    def close(self) -> None:
+        """Give the cells back; harmless when repeated. All ranks must close it before they make another."""
+        if self._region is not None:
+            self.owner.arena.give_back(self._region)
+            self._region = None
+            self._targets.clear()
+            self._own.clear()
+
+    def notify(self, peer: int, cell: Cell, value: int = 1, op: NotifyOp = _ADD) -> None:
+        """Raise a peer's cell, after everything this rank has written before.
+
+        When it returns, the cell has changed. A cell takes either ADD from any number of ranks, or SET, never both.
+
+        Parameters
+        ----------
+        peer : int
+            Which rank's cell; one's own too.
+        cell : int or tuple of int
+        value : int
+            What to add, not 0 (which no wait could see), or to set.
+        op : NotifyOp
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            Nothing was changed.
+        BrokenCommunicatorError
+        """
+        try:
+            target = self._targets.get((peer, cell))
+        except TypeError:
+            target = None
+        if target is None or self._peers.broken is not None:
+            target = self._find(peer, cell)
+        replace = False
+        if op is not _ADD:
+            replace = self._check_op(op)
+        elif value == 0:
+            raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
+        try:
+            if self._chunk.shared:
+                lib.pr_cell_notify(target[0], value, replace, target[1])
+                return
+            if not -(1 << 63) <= value < 1 << 63:
+                raise OverflowError
+            value = value.__index__()
+        except (TypeError, OverflowError, AttributeError):
+            raise self._bad_value("notify", value) from None
+        if target[1]:
+            lib.pr_cell_notify(target[1], 1, 0, 0)
+        self._chunk.notify(peer, target[0], value, replace)
+        self._chunk.flush(peer)
+
+    def wait(self, cell: Cell, expected: int, cmp: WaitCmp = _GE, timeout: float | None = None) -> None:
+        """Wait until this rank's cell is at least (or exactly) `expected`.
+
+        Parameters
+        ----------
+        cell : int or tuple of int
+        expected : int
+        cmp : WaitCmp
+        timeout : float, optional
+            Seconds; default the communicator's.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            The arguments are wrong; or the wait could never end: there is no other rank to notify the cell.
+        CollectiveTimeout
+            Naming the cell, its value and who has not notified it. The communicator is broken.
+        BrokenCommunicatorError
+        """
+        try:
+            offset = self._own.get(cell)
+        except TypeError:
+            offset = None
+        if offset is None or self._peers.broken is not None:
+            offset = self._find_own(cell, "wait")
+        equal = cmp is not _GE and self._check_cmp(cmp)
+        chunk = self._chunk
+        try:
+            if chunk.wait(offset, expected, equal):
+                return
+        except (TypeError, OverflowError):
+            raise self._bad_value("wait", expected) from None
+        self._wait_long(cell, offset, expected, equal, timeout)
+
+    def test(self, cell: Cell, expected: int, cmp: WaitCmp = _GE) -> bool:
+        """Whether `wait` would return at once; a look that lets the MPI make progress."""
+        offset = self._find_own(cell, "test")
+        value = self._checked_value("test", expected)
+        equal = cmp is not _GE and self._check_cmp(cmp)
+        self._chunk.poke()
+        held = self._chunk.read(offset)
+        return held == value if equal else held >= value
+
+    def read(self, cell: Cell) -> int:
+        """The value of this rank's cell; what was written before the notifies it shows is visible."""
+        return self._chunk.read(self._find_own(cell, "read"))
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait for all ranks: what any of them has written before is seen by all after. The user's cells stay as they are.
+
+        Raises
+        ------
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        self._check_open("barrier")
+        owner, offset = self.owner, self._offset + self.size * CELL
+        if self._barrier is None:
+            peers = [(owner.rank + hop) % owner.size for hop in range(1, owner.size)]
+            rounds = (
+                tuple(Notify(peer, owner.rank) for peer in peers),
+                (*(Wait(peer) for peer in peers), *(Notify(owner.rank, peer, -1) for peer in peers)),
+            )
+            words = (("signal", str(self.number)),)
+            call = Call(
+                "signal.barrier", "mesh", None, np.dtype(np.uint8), (0,) * owner.size, words, owner.rank, owner.settings
+            )
+            program = Program("allgather", owner.size, owner.rank, rounds, 0, 0, owner.size)
+            turn = Turn(self._chunk, offset, self._chunk, offset, owner.size, owner.size)
+            self._barrier = Plan(program, call), Room([[turn]], owner.size, 0)
+        plan, room = self._barrier
+        owner.calls.run_call(plan, room, (), owner.deadline(timeout))
+
+    # ------------------------------------------------------------------------------------------------------ the inside
+
+    @property
+    def _offset(self) -> int:
+        assert self._region is not None
+        return self._region.offset
+
+    def cells(self) -> tuple[Any, int]:
+        """The chunk and the offset of the first cell, for `pyreduce.windows`."""
+        return self._chunk, self._offset
+
+    def check_notify(self, peer: int, cell: Cell, value: int, op: NotifyOp) -> None:
+        """Raise what `notify` would raise, and do nothing."""
+        self._find(peer, cell)
+        replaces = self._check_op(op)
+        if not self._checked_value("notify", value) and not replaces:
+            raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
+
+    def check_usable(self, what: str) -> None:
+        """Raise unless the signal is open, for `pyreduce.windows`."""
+        self._check_open(what)
+
+    def _check_open(self, what: str) -> None:
+        if self._region is None:
+            raise ValueError(self._worded(what, "this signal is closed"))
+        self._peers.check_usable()
+
+    def _worded(self, what: str, text: str) -> str:
+        return f"signal.{what}: {text} (rank {self.owner.rank} of {self.owner.size})"
+
+    def _bad_value(self, what: str, value: object) -> Exception:
+        if isinstance(value, int | np.integer):
+            return ValueError(self._worded(what, f"{value} does not fit in the 64 bits of a cell"))
+        kind = type(value).__name__
+        hint = " (an op or a comparison goes in its own argument)" if isinstance(value, enum.Enum) else ""
+        return TypeError(self._worded(what, f"a cell holds integers, got a {kind}{hint}"))
+
+    def _checked_value(self, what: str, value: Any) -> int:
+        if not isinstance(value, int | np.integer) or not -(1 << 63) <= value < 1 << 63:
+            raise self._bad_value(what, value)
+        return int(value)
+
+    def _check_op(self, op: object) -> bool:
+        if not isinstance(op, NotifyOp):
+            hint = "; a WaitCmp belongs in wait" if isinstance(op, WaitCmp) else ""
+            raise TypeError(self._worded("notify", f"op must be NotifyOp.ADD or NotifyOp.SET, got {op!r}{hint}"))
+        return op is NotifyOp.SET
+
+    def _check_cmp(self, cmp: object) -> bool:
+        if not isinstance(cmp, WaitCmp):
+            hint = "; a NotifyOp belongs in notify" if isinstance(cmp, NotifyOp) else ""
+            raise TypeError(self._worded("wait", f"cmp must be WaitCmp.GE or WaitCmp.EQ, got {cmp!r}{hint}"))
+        return cmp is WaitCmp.EQ
+
+    def _cell_number(self, cell: Any, what: str) -> int:
+        """The flat number of a cell."""
+        index = cell if isinstance(cell, tuple) else (cell,)
+        if not all(isinstance(i, int | np.integer) for i in index):
+            raise TypeError(self._worded(what, f"a cell is named by ints, one a dimension of {self.shape}, got {cell!r}"))
+        if len(index) != len(self.shape):
+            raise IndexError(self._worded(what, f"cell {cell!r} does not name one cell of a signal of shape {self.shape}"))
+        for i, n in zip(index, self.shape, strict=True):
+            if not -n <= i < n:
+                raise IndexError(self._worded(what, f"cell {cell!r} is out of range for a signal of shape {self.shape}"))
+        return int(np.ravel_multi_index([int(i) % n for i, n in zip(index, self.shape, strict=True)], self.shape)) if index else 0
+
+    def _find_own(self, cell: Any, what: str) -> int:
+        """Offset of one of this rank's cells, remembered for the next time."""
+        self._check_open(what)
+        offset = self._offset + self._cell_number(cell, what) * CELL
+        self._own[cell] = offset
+        return offset
+
+    def _find(self, peer: Any, cell: Any) -> tuple[int, int]:
+        """Where a peer's cell lies (address if shared, else offset), and this rank's record of it (an address, or 0)."""
+        self._check_open("notify")
+        owner = self.owner
+        if not isinstance(peer, int | np.integer):
+            raise TypeError(self._worded("notify", f"peer must be a rank, an int, got {peer!r}"))
+        if not 0 <= peer < owner.size:
+            raise ValueError(self._worded("notify", f"there is no rank {peer}; ranks are 0..{owner.size - 1}"))
+        number = self._cell_number(cell, "notify")
+        offset = self._offset + number * CELL
+        record = self._records + (int(peer) * self.size + number) * 8 if self._recorded else 0
+        target = (
+            self._chunk.peer_base(int(peer)) + offset if self._chunk.shared else offset,
+            self._chunk.base + record if record else 0,
+        )
+        self._targets[peer, cell] = target
+        return target
+
+    def _wait_long(self, cell: Cell, offset: int, expected: int, equal: bool, timeout: float | None) -> None:
+        owner, chunk = self.owner, self._chunk
+        held = chunk.read(offset)
+        text = f"cell {cell!r} to be {'==' if equal else '>='} {expected}"
+        if owner.size == 1 and not (held == expected if equal else held >= expected):
+            raise ValueError(
+                self._worded("wait", f"waits for {text}; it holds {held}, and there is no other rank to notify it")
+            )
+
+        def missing() -> tuple[str, list[int]]:
+            counts = self._ask_records(cell)
+            ranks, told = self._blame(cell, counts)
+            return f"waits for {text}; it holds {chunk.read(offset)}; {told}", ranks
+
+        where = f"signal.wait (signal {self.number}, rank {owner.rank} of {owner.size})"
+        owner.wait(where, lambda: chunk.wait(offset, expected, equal), missing, owner.deadline(timeout))
+
+    def _ask_records(self, cell: Cell) -> list[int | None]:
+        """How often each rank has notified a cell here; None where that cannot be known in time."""
+        owner, chunk = self.owner, self._chunk
+        if not self._recorded:
+            return [None] * owner.size
+        offset = self._records + (owner.rank * self.size + self._cell_number(cell, "wait")) * 8
+        counts = np.zeros(owner.size, np.int64)
+        known = chunk.try_get(range(owner.size), offset, counts, ASK_SECONDS)
+        return [int(count) if there else None for count, there in zip(counts, known, strict=True)]
+
+    def _blame(self, cell: Cell, counts: list[int | None]) -> tuple[list[int], str]:
+        """Which ranks a wait misses: where a dimension of the signal is the number of ranks, the one that the cell is for;
+        else those that have notified it least."""
+        owner = self.owner
+        others = [rank for rank in range(owner.size) if rank != owner.rank]
+        first = cell[0] if isinstance(cell, tuple) and cell else cell
+        if self.shape and self.shape[0] == owner.size and isinstance(first, int) and first % owner.size != owner.rank:
+            missing = [first % owner.size]
+        else:
+            known = {rank: counts[rank] for rank in others}
+            if any(count is None for count in known.values()):
+                return others, f"how often {name_ranks(others)} have notified it is not known"
+            least = min(known.values(), default=0)
+            missing = [rank for rank, count in known.items() if count == least]
+        told = ", ".join(f"rank {r} {'an unknown number of' if counts[r] is None else counts[r]} times" for r in others)
+        return missing, f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not notified it (so far: {told})"

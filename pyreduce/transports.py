@@ -1,0 +1,261 @@
+"""The two transports of the one-sided layer: memory that every rank has a part of and all ranks reach.
+
+A `Chunk` is one MPI window, held for long and carved up by `pyreduce.arena`. Two kinds behind one face:
+
+`RmaChunk`
+    ``Win.Allocate`` and MPI's one-sided calls, for any placement of ranks. One ``Lock_all`` for the chunk's life. MPI
+    orders accumulates from one rank to one location, but nothing else: a Put is not ordered before an Accumulate. So
+    whoever wants data to be there before a signal flushes in between. Cells are touched by Accumulate (and the locks by
+    Compare_and_swap) only, and read by ``Sync`` and a load, as the unified memory model allows; a window with another
+    model is refused. Flush and Sync need not drive progress: who waits also pokes the MPI with an Iprobe.
+`SharedChunk`
+    ``Win.Allocate_shared`` and plain loads and stores, and C11 atomics (csrc/cells.c) for cells, within a node.
+
+Offsets are bytes from the start of a rank's part, the same on all ranks. A rank's own part is never reached through MPI,
+but for cells, which must see one kind of access only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from pyreduce import ops
+from pyreduce._core import lib
+from pyreduce.arrays import Array, address
+from pyreduce.errors import Unsupported
+
+__all__ = ["Chunk", "RmaChunk", "SharedChunk"]
+
+PAGE = 4096
+ROOT_REFERENCES = 2  # of a chunk that nobody has a view of: the attribute, and the argument of getrefcount
+SPINS_WITH_A_CORE = 1000  # looks at a cell before the core is yielded, when every rank has one
+SPINS_CROWDED = 20
+SPINS_BETWEEN_POKES = 30  # the MPI may have to make progress for the notify to come in
+SHARED_WAIT_NS = 1_000_000
+VALUES_KEPT = 64
+
+
+class Chunk(Protocol):
+    """What both transports offer. `put`, `get` and `notify` only start; `flush` completes them, here and at the peer."""
+
+    name: str
+    shared: bool
+    base: int
+    nbytes: int
+    root: Array
+
+    def peer_base(self, peer: int) -> int:
+        """Where a peer's part lies: an address that can be read and written if `shared`, else 0."""
+
+    def put(self, peer: int, offset: int, source: int, nbytes: int) -> None:
+        """Copy `nbytes` from address `source` to a peer's part."""
+
+    def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
+        """Copy `nbytes` from a peer's part to address `target`."""
+
+    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
+        """Add to a peer's cell, or set it; this rank's stores to its own part come before."""
+
+    def flush(self, peer: int) -> None:
+        """Complete everything that has been started with a peer."""
+
+    def compare_and_swap(self, peer: int, offset: int, expected: int, desired: int) -> int:
+        """Atomically replace `expected` by `desired` in a peer's lock; what was there."""
+
+    def try_get(self, peers: Sequence[int], offset: int, words: Array, seconds: float) -> list[bool]:
+        """Get a 64-bit word from each of some peers, into `words[peer]`, within some time; which have come."""
+
+    def read(self, offset: int) -> int:
+        """The value of one of this rank's cells; what was written before the notifies it shows is visible then."""
+
+    def wait(self, offset: int, expected: int, equal: bool) -> bool:
+        """Wait a little for one of this rank's cells to be at least (exactly) `expected`, yielding the core."""
+
+    def poke(self) -> None:
+        """Let the MPI make progress."""
+
+    def fence(self) -> None:
+        """Order this rank's loads and stores before with those after, as peers see them."""
+
+    def free(self) -> None:
+        """Give the memory back; collective."""
+
+
+class _Window:
+    """What the kinds have in common: the MPI window, and this rank's part as bytes."""
+
+    def __init__(self, window: MPI.Win, comm: MPI.Intracomm, nbytes: int) -> None:
+        self._win = window
+        self._comm = comm
+        self._rank = comm.rank
+        self.nbytes = nbytes
+        memory = window.tomemory()
+        self.root: Array = np.frombuffer(memory, np.uint8, nbytes)
+        self.base = address(self.root)
+        window.Lock_all(MPI.MODE_NOCHECK)
+
+    def has_views(self) -> bool:
+        """Whether an array of a user still lies over this rank's part."""
+        return sys.getrefcount(self.root) > ROOT_REFERENCES
+
+    def free(self) -> None:
+        self._win.Unlock_all()
+        self._win.Free()
+
+
+class SharedChunk(_Window):
+    """See the module."""
+
+    name = "shared"
+    shared = True
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int) -> None:
+        nbytes = -(-nbytes // PAGE) * PAGE
+        super().__init__(MPI.Win.Allocate_shared(nbytes, 1, comm=comm), comm, nbytes)
+        parts = [self._win.Shared_query(peer)[0] for peer in range(comm.size)]
+        self._bases = [part.address for part in parts]
+        self._bases[comm.rank] = self.base
+        crowded = comm.size > len(os.sched_getaffinity(0))
+        self.spins = SPINS_CROWDED if crowded else SPINS_WITH_A_CORE
+
+    def peer_base(self, peer: int) -> int:
+        return self._bases[peer]
+
+    def put(self, peer: int, offset: int, source: int, nbytes: int) -> None:
+        ops.copy(nbytes, self._bases[peer] + offset, source)
+
+    def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
+        ops.copy(nbytes, target, self._bases[peer] + offset)
+
+    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
+        lib.pr_cell_notify(self._bases[peer] + offset, value, replace, 0)
+
+    def flush(self, peer: int) -> None:
+        """Loads and stores are complete as they are."""
+
+    def compare_and_swap(self, peer: int, offset: int, expected: int, desired: int) -> int:
+        return lib.pr_cell_compare_and_swap(self._bases[peer] + offset, expected, desired)
+
+    def try_get(self, peers: Sequence[int], offset: int, words: Array, seconds: float) -> list[bool]:
+        for peer in peers:
+            words[peer] = lib.pr_cell_read(self._bases[peer] + offset)
+        return [True] * len(peers)
+
+    def read(self, offset: int) -> int:
+        return lib.pr_cell_read(self.base + offset)
+
+    def wait(self, offset: int, expected: int, equal: bool) -> bool:
+        return bool(lib.pr_cell_wait(self.base + offset, expected, equal, self.spins, SHARED_WAIT_NS))
+
+    def poke(self) -> None:
+        """Shared memory needs nobody's help."""
+
+    def fence(self) -> None:
+        """Cells are acquired and released."""
+
+
+class RmaChunk(_Window):
+    """See the module."""
+
+    name = "rma"
+    shared = False
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int) -> None:
+        nbytes = -(-nbytes // PAGE) * PAGE
+        super().__init__(MPI.Win.Allocate(nbytes, 1, comm=comm), comm, nbytes)
+        if self._win.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
+            raise Unsupported("transport 'rma' needs an MPI whose windows have the unified memory model")
+        self._limit = limit
+        self._values: dict[int, list[Any]] = {}
+        self._swapped = [np.zeros(1, np.int64) for _ in range(3)]
+        self._late: list[object] = []  # gets that may still come
+        self._fence = self._win.Sync
+        self._accumulate = self._win.Accumulate
+
+    def peer_base(self, peer: int) -> int:
+        return self.base if peer == self._rank else 0
+
+    def put(self, peer: int, offset: int, source: int, nbytes: int) -> None:
+        if peer == self._rank:
+            ops.copy(nbytes, self.base + offset, source)
+            return
+        for at in range(0, nbytes, self._limit):
+            n = min(nbytes - at, self._limit)
+            self._win.Put([MPI.buffer.fromaddress(source + at, n), n, MPI.BYTE], peer, (offset + at, n, MPI.BYTE))
+
+    def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
+        if peer == self._rank:
+            ops.copy(nbytes, target, self.base + offset)
+            return
+        for at in range(0, nbytes, self._limit):
+            n = min(nbytes - at, self._limit)
+            self._win.Get([MPI.buffer.fromaddress(target + at, n), n, MPI.BYTE], peer, (offset + at, n, MPI.BYTE))
+
+    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
+        buffer = self._values.get(value)
+        if buffer is None:
+            buffer = self._keep(value)
+        self._fence()
+        self._accumulate(buffer, peer, (offset, 1, MPI.INT64_T), MPI.REPLACE if replace else MPI.SUM)
+
+    def _keep(self, value: int) -> list[Any]:
+        """A buffer that holds a value, and is not written again: MPI reads it until the flush."""
+        if len(self._values) >= VALUES_KEPT:
+            self._win.Flush_local_all()
+            self._values.clear()
+        buffer = [np.array([value], np.int64), 1, MPI.INT64_T]
+        self._values[value] = buffer
+        return buffer
+
+    def flush(self, peer: int) -> None:
+        self._win.Flush(peer)
+
+    def compare_and_swap(self, peer: int, offset: int, expected: int, desired: int) -> int:
+        new, old, found = self._swapped
+        new[0], old[0] = desired, expected
+        self._win.Compare_and_swap([new, MPI.INT64_T], [old, MPI.INT64_T], [found, MPI.INT64_T], peer, offset)
+        self._win.Flush(peer)
+        return int(found[0])
+
+    def try_get(self, peers: Sequence[int], offset: int, words: Array, seconds: float) -> list[bool]:
+        requests = []
+        for peer in peers:
+            if peer == self._rank:
+                words[peer] = lib.pr_cell_read(self.base + offset)
+            else:
+                word = [words[peer : peer + 1], 1, MPI.INT64_T]
+                requests.append((peer, self._win.Rget(word, peer, (offset, 1, MPI.INT64_T))))
+        end = perf_counter() + seconds
+        late = requests
+        while late and perf_counter() < end:
+            late = [(peer, request) for peer, request in late if not request.Test()]
+            os.sched_yield()
+        if late:
+            self._late.append((words, late))
+        silent = {peer for peer, _ in late}
+        return [peer not in silent for peer in peers]
+
+    def read(self, offset: int) -> int:
+        self._fence()
+        return lib.pr_cell_read(self.base + offset)
+
+    def wait(self, offset: int, expected: int, equal: bool) -> bool:
+        self._fence()
+        if lib.pr_cell_wait(self.base + offset, expected, equal, SPINS_BETWEEN_POKES, 0):
+            return True
+        self.poke()
+        os.sched_yield()
+        return False
+
+    def poke(self) -> None:
+        self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    def fence(self) -> None:
+        self._fence()
