@@ -35,16 +35,25 @@ static int satisfied(cell_t *cell, int64_t expected, int equal)
     return equal ? value == expected : value >= expected;
 }
 
-void pr_cell_notify(uintptr_t cell, int64_t value, int set, uintptr_t record)
+static void count(uintptr_t record)
 {
     if (record != 0) { /* only its owner writes it; peers may look */
-        cell_t *count = (cell_t *)record;
-        atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
+        cell_t *notifies = (cell_t *)record;
+        int64_t before = atomic_load_explicit(notifies, memory_order_relaxed);
+        atomic_store_explicit(notifies, before + 1, memory_order_relaxed);
     }
-    if (set)
-        atomic_store_explicit((cell_t *)cell, value, memory_order_release);
-    else
-        atomic_fetch_add_explicit((cell_t *)cell, value, memory_order_release);
+}
+
+void pr_cell_add(uintptr_t cell, int64_t value, uintptr_t record)
+{
+    count(record);
+    atomic_fetch_add_explicit((cell_t *)cell, value, memory_order_release);
+}
+
+void pr_cell_set(uintptr_t cell, int64_t value, uintptr_t record)
+{
+    count(record);
+    atomic_store_explicit((cell_t *)cell, value, memory_order_release);
 }
 
 int64_t pr_cell_read(uintptr_t cell)
@@ -59,22 +68,33 @@ int64_t pr_cell_compare_and_swap(uintptr_t cell, int64_t expected, int64_t desir
     return expected;
 }
 
-int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int spins, int64_t nanoseconds)
+static int look(cell_t *cell, int64_t expected, int equal, int times)
 {
-    cell_t *watched = (cell_t *)cell;
-    int64_t end = 0;
-    for (;;) {
-        for (int i = 0; i < spins; i++) {
-            if (satisfied(watched, expected, equal))
-                return 1;
-            relax();
-        }
-        if (nanoseconds <= 0)
-            return satisfied(watched, expected, equal);
-        if (end == 0)
-            end = now() + nanoseconds;
-        else if (now() >= end)
-            return satisfied(watched, expected, equal);
-        sched_yield(); /* ranks may outnumber cores: the peer may need this one */
+    for (int i = 0; i < times; i++) {
+        if (satisfied(cell, expected, equal))
+            return 1;
+        relax();
     }
+    return 0;
+}
+
+int pr_cell_look(uintptr_t cell, int64_t expected, int times)
+{
+    return look((cell_t *)cell, expected, 0, times);
+}
+
+int pr_cell_look_equal(uintptr_t cell, int64_t expected, int times)
+{
+    return look((cell_t *)cell, expected, 1, times);
+}
+
+int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int times, int64_t nanoseconds)
+{
+    int64_t end = now() + nanoseconds;
+    do {
+        if (look((cell_t *)cell, expected, equal, times))
+            return 1;
+        sched_yield(); /* ranks may outnumber cores: the peer may need this one */
+    } while (now() < end);
+    return 0;
 }

@@ -59,9 +59,10 @@ int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor)
  * The environment is read once, by whichever call comes first. */
 const char *pr_isa(void);
 
-/* Signal cells: aligned 64-bit counters in memory that processes share. A notify adds to a cell, or sets it, as a
- * release; if record is not 0 the count there, which belongs to the caller, goes up by one first. */
-void pr_cell_notify(uintptr_t cell, int64_t value, int set, uintptr_t record);
+/* Signal cells: aligned 64-bit counters in memory that processes share. To add to one, or to set it, is a release; if
+ * record is not 0, the count there, which belongs to the caller, goes up by one first. */
+void pr_cell_add(uintptr_t cell, int64_t value, uintptr_t record);
+void pr_cell_set(uintptr_t cell, int64_t value, uintptr_t record);
 
 /* The value, as an acquire. */
 int64_t pr_cell_read(uintptr_t cell);
@@ -69,8 +70,11 @@ int64_t pr_cell_read(uintptr_t cell);
 /* Replace expected by desired; returns what was there, which is expected if it succeeded. */
 int64_t pr_cell_compare_and_swap(uintptr_t cell, int64_t expected, int64_t desired);
 
-/* Wait until the cell is at least (equal: exactly) expected, or some time is over: look spins times, then yield the
- * core, and so on. 1 if satisfied, then as an acquire, else 0. With no nanoseconds it never yields. */
-int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int spins, int64_t nanoseconds);
+/* Look up to so many times whether the cell is at least, or exactly, expected: 1 if so, then as an acquire, else 0. */
+int pr_cell_look(uintptr_t cell, int64_t expected, int times);
+int pr_cell_look_equal(uintptr_t cell, int64_t expected, int times);
+
+/* The same for some time, yielding the core after so many looks. */
+int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int times, int64_t nanoseconds);
 
 #endif

@@ -115,6 +115,7 @@ class Arena:
         self._kind: type[SharedChunk | RmaChunk] | None = None
         self._held: list[_Held] = []
         self._made = self._open = self._state = 0
+        self._crowded = False
         self._refusal = ""
 
     @property
@@ -175,6 +176,8 @@ class Arena:
         """Where the peers are decides, the same on all ranks: they all ask the MPI."""
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         together = node.size == self._comm.size
+        cores = set().union(*node.allgather(os.sched_getaffinity(0)))
+        self._crowded = node.size > len(cores)
         node.Free()
         if self._wanted == "shared" and not together:
             return SEVERAL_NODES
@@ -194,7 +197,7 @@ class Arena:
         self._drop_unused()
         assert self._kind is not None
         try:
-            chunk = self._kind(self._comm, max(nbytes, min(2 * largest, nbytes + largest), LEAST_CHUNK), self._limit)
+            chunk = self._kind(self._comm, max(nbytes, min(2 * largest, nbytes + largest), LEAST_CHUNK), self._limit, self._crowded)
         except (MPI.Exception, MemoryError, Unsupported) as error:
             self._refusal = f"; the MPI says here: {error}"
             return REFUSED, None

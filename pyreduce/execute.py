@@ -363,13 +363,14 @@ class Turn:
         self.data = data
         self.cells = cells
         self.offset = cells_offset
+        self.own_cells = cells.base + cells_offset
         self.spent = [0] * ncells
         bases = [data.peer_base(peer) + data_offset if data.shared else data_offset for peer in range(nranks)]
         self.windows = (data.base + data_offset, *bases)
 
     def look(self, cell: int, value: int, total: int, credit: int) -> bool | None:
         """Whether a cell holds `value` credits of this call, of `total` that it will get; None: of another call."""
-        held = (self.cells.read(self.offset + cell * CELL) - self.spent[cell]) & WORD
+        held = (self.cells.read(self.own_cells + cell * CELL) - self.spent[cell]) & WORD
         credits, digests = held >> CREDIT_BITS, held & ((1 << CREDIT_BITS) - 1)
         if credits < value:
             return False
@@ -574,7 +575,7 @@ class Execution:
                 turn = self._turns[number]
                 if turn.data is not turn.cells:
                     turn.data.fence()
-                turn.cells.notify(peer, turn.offset + dst * CELL, srcs * self._credit, False)
+                turn.cells.notify(peer, turn.cells.target(peer, turn.offset + dst * CELL), srcs * self._credit)
                 notified.add(peer)
                 continue
             for nbytes, target, sources in _rows(plan, dst, srcs, bases, segment):

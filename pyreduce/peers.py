@@ -31,6 +31,7 @@ import os
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn, Protocol
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -63,6 +64,13 @@ class Started(Protocol):
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers still to be heard from, and the round."""
+
+
+class Breakable(Protocol):
+    """What wants to hear that a communicator is broken."""
+
+    def forget(self) -> None:
+        """Take no short ways any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +153,8 @@ class Peers:
         self.rank = comm.rank
         self.size = comm.size
         self.warn_seconds = warn_seconds
-        self.broken: BaseException | None = None
+        self._broken: BaseException | None = None
+        self._on_break: WeakSet[Breakable] = WeakSet()
         self.waited = 0.0
         self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
         self._asked: set[int] = set()  # peers that have asked, and got no answer yet
@@ -154,6 +163,21 @@ class Peers:
         self._sent_to = np.zeros(self.size, np.int64)
         self._heard_from = np.zeros(self.size, np.int64)
         self._status = MPI.Status()
+
+    @property
+    def broken(self) -> BaseException | None:
+        """The first error that made the communicator unusable."""
+        return self._broken
+
+    @broken.setter
+    def broken(self, error: BaseException) -> None:
+        self._broken = error
+        for told in self._on_break:
+            told.forget()
+
+    def tell_when_broken(self, told: Breakable) -> None:
+        """Have ``told.forget()`` called when the communicator breaks: what takes short ways then finds the long one."""
+        self._on_break.add(told)
 
     def check_usable(self) -> None:
         """Raise if the communicator is broken, with the first cause."""

@@ -24,6 +24,7 @@ __all__ = ["NotifyOp", "Signal", "WaitCmp", "make_signal"]
 
 RECORDS = 1 << 16  # counters of notifies that a signal keeps at most, one for each peer and cell
 ASK_SECONDS = 0.5  # for peers' records, when a wait has failed
+LEAST, MOST = -(1 << 63), (1 << 63) - 1
 Cell = int | tuple[int, ...]
 
 
@@ -41,7 +42,9 @@ class WaitCmp(enum.Enum):
     EQ = "=="
 
 
+# Looked up once: these are on the way of every notify and wait.
 _ADD, _GE = NotifyOp.ADD, WaitCmp.GE
+_add, _set, _look, _look_equal = lib.pr_cell_add, lib.pr_cell_set, lib.pr_cell_look, lib.pr_cell_look_equal
 
 
 def check_shape(shape: Any, what: str) -> tuple[int, ...]:
@@ -95,11 +98,16 @@ class Signal:
         self.transport = region.chunk.name
         self._recorded = recorded
         self._records = region.offset + (self.size + owner.size) * CELL
-        # By (peer, cell) and by cell as they were given: what the quick way needs, filled by `_find`, empty when closed.
-        self._targets: dict[Any, tuple[int, int]] = {}
+        # By (peer, cell) and by cell as they were given: what the quick way needs. Filled by `_find` and `_find_own`, and
+        # empty when the signal is closed or the communicator broken, which they find out.
+        self._targets: dict[Any, tuple[Any, int]] = {}
         self._own: dict[Any, int] = {}
         self._barrier: tuple[Plan, Room] | None = None
+        self._shared = self._chunk.shared
+        self._looks = self._chunk.looks if self._shared else 1
+        self._counts = memoryview(self._chunk.root).cast("q")
         owner.keep(self)
+        owner.peers.tell_when_broken(self)
 
     def __enter__(self) -> Signal:
         return self
@@ -116,8 +124,12 @@ class Signal:
         if self._region is not None:
             self.owner.arena.give_back(self._region)
             self._region = None
-            self._targets.clear()
-            self._own.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """Take no short ways any more: the communicator is broken."""
+        self._targets.clear()
+        self._own.clear()
 
     def notify(self, peer: int, cell: Cell, value: int = 1, op: NotifyOp = _ADD) -> None:
         """Raise a peer's cell, after everything this rank has written before.
@@ -143,7 +155,7 @@ class Signal:
             target = self._targets.get((peer, cell))
         except TypeError:
             target = None
-        if target is None or self._peers.broken is not None:
+        if target is None:
             target = self._find(peer, cell)
         replace = False
         if op is not _ADD:
@@ -151,16 +163,16 @@ class Signal:
         elif value == 0:
             raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
         try:
-            if self._chunk.shared:
-                lib.pr_cell_notify(target[0], value, replace, target[1])
+            if self._shared:
+                (_set if replace else _add)(target[0], value, target[1])
                 return
-            if not -(1 << 63) <= value < 1 << 63:
+            if not LEAST <= value <= MOST:
                 raise OverflowError
             value = value.__index__()
         except (TypeError, OverflowError, AttributeError):
             raise self._bad_value("notify", value) from None
         if target[1]:
-            lib.pr_cell_notify(target[1], 1, 0, 0)
+            self._counts[target[1]] += 1
         self._chunk.notify(peer, target[0], value, replace)
         self._chunk.flush(peer)
 
@@ -184,27 +196,30 @@ class Signal:
         BrokenCommunicatorError
         """
         try:
-            offset = self._own.get(cell)
+            address = self._own.get(cell)
         except TypeError:
-            offset = None
-        if offset is None or self._peers.broken is not None:
-            offset = self._find_own(cell, "wait")
+            address = None
+        if address is None:
+            address = self._find_own(cell, "wait")
         equal = cmp is not _GE and self._check_cmp(cmp)
-        chunk = self._chunk
         try:
-            if chunk.wait(offset, expected, equal):
+            if (_look_equal if equal else _look)(address, expected, self._looks):
+                if not self._shared:
+                    self._chunk.fence()
+                return
+            if not self._shared and self._chunk.wait(address, expected, equal):
                 return
         except (TypeError, OverflowError):
             raise self._bad_value("wait", expected) from None
-        self._wait_long(cell, offset, expected, equal, timeout)
+        self._wait_long(cell, address, expected, equal, timeout)
 
     def test(self, cell: Cell, expected: int, cmp: WaitCmp = _GE) -> bool:
         """Whether `wait` would return at once; a look that lets the MPI make progress."""
-        offset = self._find_own(cell, "test")
+        address = self._find_own(cell, "test")
         value = self._checked_value("test", expected)
         equal = cmp is not _GE and self._check_cmp(cmp)
         self._chunk.poke()
-        held = self._chunk.read(offset)
+        held = self._chunk.read(address)
         return held == value if equal else held >= value
 
     def read(self, cell: Cell) -> int:
@@ -274,7 +289,7 @@ class Signal:
         return TypeError(self._worded(what, f"a cell holds integers, got a {kind}{hint}"))
 
     def _checked_value(self, what: str, value: Any) -> int:
-        if not isinstance(value, int | np.integer) or not -(1 << 63) <= value < 1 << 63:
+        if not isinstance(value, int | np.integer) or not LEAST <= value <= MOST:
             raise self._bad_value(what, value)
         return int(value)
 
@@ -303,14 +318,17 @@ class Signal:
         return int(np.ravel_multi_index([int(i) % n for i, n in zip(index, self.shape, strict=True)], self.shape)) if index else 0
 
     def _find_own(self, cell: Any, what: str) -> int:
-        """Offset of one of this rank's cells, remembered for the next time."""
+        """Address of one of this rank's cells, remembered for the next time."""
         self._check_open(what)
-        offset = self._offset + self._cell_number(cell, what) * CELL
-        self._own[cell] = offset
-        return offset
+        address = self._chunk.base + self._offset + self._cell_number(cell, what) * CELL
+        self._own[cell] = address
+        return address
 
-    def _find(self, peer: Any, cell: Any) -> tuple[int, int]:
-        """Where a peer's cell lies (address if shared, else offset), and this rank's record of it (an address, or 0)."""
+    def _find(self, peer: Any, cell: Any) -> tuple[Any, int]:
+        """Where a peer's cell lies, and this rank's record of it, 0 if there is none.
+
+        Addresses if shared, else an offset, and the record's number among the words of this rank's part.
+        """
         self._check_open("notify")
         owner = self.owner
         if not isinstance(peer, int | np.integer):
@@ -321,15 +339,15 @@ class Signal:
         offset = self._offset + number * CELL
         record = self._records + (int(peer) * self.size + number) * 8 if self._recorded else 0
         target = (
-            self._chunk.peer_base(int(peer)) + offset if self._chunk.shared else offset,
-            self._chunk.base + record if record else 0,
+            self._chunk.target(int(peer), offset),
+            (self._chunk.base + record if self._shared else record // 8) if record else 0,
         )
         self._targets[peer, cell] = target
         return target
 
-    def _wait_long(self, cell: Cell, offset: int, expected: int, equal: bool, timeout: float | None) -> None:
+    def _wait_long(self, cell: Cell, address: int, expected: int, equal: bool, timeout: float | None) -> None:
         owner, chunk = self.owner, self._chunk
-        held = chunk.read(offset)
+        held = chunk.read(address)
         text = f"cell {cell!r} to be {'==' if equal else '>='} {expected}"
         if owner.size == 1 and not (held == expected if equal else held >= expected):
             raise ValueError(
@@ -339,10 +357,10 @@ class Signal:
         def missing() -> tuple[str, list[int]]:
             counts = self._ask_records(cell)
             ranks, told = self._blame(cell, counts)
-            return f"waits for {text}; it holds {chunk.read(offset)}; {told}", ranks
+            return f"waits for {text}; it holds {chunk.read(address)}; {told}", ranks
 
         where = f"signal.wait (signal {self.number}, rank {owner.rank} of {owner.size})"
-        owner.wait(where, lambda: chunk.wait(offset, expected, equal), missing, owner.deadline(timeout))
+        owner.wait(where, lambda: chunk.wait(address, expected, equal), missing, owner.deadline(timeout))
 
     def _ask_records(self, cell: Cell) -> list[int | None]:
         """How often each rank has notified a cell here; None where that cannot be known in time."""

@@ -35,11 +35,15 @@ __all__ = ["Chunk", "RmaChunk", "SharedChunk"]
 
 PAGE = 4096
 ROOT_REFERENCES = 2  # of a chunk that nobody has a view of: the attribute, and the argument of getrefcount
-SPINS_WITH_A_CORE = 1000  # looks at a cell before the core is yielded, when every rank has one
-SPINS_CROWDED = 20
-SPINS_BETWEEN_POKES = 30  # the MPI may have to make progress for the notify to come in
+LOOKS_WITH_A_CORE = 1000  # looks at a cell before the core is yielded, when every rank has one
+LOOKS_CROWDED = 20
+LOOKS_BETWEEN_POKES = 4  # the MPI may have to make progress for the notify to come in
+POKES_WITH_A_CORE = 50  # before the core is yielded
 SHARED_WAIT_NS = 1_000_000
 VALUES_KEPT = 64
+
+
+_WORD, _SUM, _REPLACE = MPI.INT64_T, MPI.SUM, MPI.REPLACE
 
 
 class Chunk(Protocol):
@@ -50,6 +54,7 @@ class Chunk(Protocol):
     base: int
     nbytes: int
     root: Array
+    looks: int
 
     def peer_base(self, peer: int) -> int:
         """Where a peer's part lies: an address that can be read and written if `shared`, else 0."""
@@ -60,7 +65,10 @@ class Chunk(Protocol):
     def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
         """Copy `nbytes` from a peer's part to address `target`."""
 
-    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
+    def target(self, peer: int, offset: int) -> Any:
+        """A peer's cell as `notify` wants it."""
+
+    def notify(self, peer: int, target: Any, value: int, replace: bool = False) -> None:
         """Add to a peer's cell, or set it; this rank's stores to its own part come before."""
 
     def flush(self, peer: int) -> None:
@@ -72,11 +80,11 @@ class Chunk(Protocol):
     def try_get(self, peers: Sequence[int], offset: int, words: Array, seconds: float) -> list[bool]:
         """Get a 64-bit word from each of some peers, into `words[peer]`, within some time; which have come."""
 
-    def read(self, offset: int) -> int:
-        """The value of one of this rank's cells; what was written before the notifies it shows is visible then."""
+    def read(self, cell: int) -> int:
+        """The value of the cell at an address here; what was written before the notifies it shows is visible then."""
 
-    def wait(self, offset: int, expected: int, equal: bool) -> bool:
-        """Wait a little for one of this rank's cells to be at least (exactly) `expected`, yielding the core."""
+    def wait(self, cell: int, expected: int, equal: bool) -> bool:
+        """Wait a little for the cell at an address here to be at least (exactly) `expected`, yielding the core."""
 
     def poke(self) -> None:
         """Let the MPI make progress."""
@@ -91,8 +99,10 @@ class Chunk(Protocol):
 class _Window:
     """What the kinds have in common: the MPI window, and this rank's part as bytes."""
 
-    def __init__(self, window: MPI.Win, comm: MPI.Intracomm, nbytes: int) -> None:
+    def __init__(self, window: MPI.Win, comm: MPI.Intracomm, nbytes: int, crowded: bool) -> None:
         self._win = window
+        self.crowded = crowded
+        self.looks = LOOKS_CROWDED if crowded else LOOKS_WITH_A_CORE
         self._comm = comm
         self._rank = comm.rank
         self.nbytes = nbytes
@@ -116,14 +126,12 @@ class SharedChunk(_Window):
     name = "shared"
     shared = True
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int, crowded: bool) -> None:
         nbytes = -(-nbytes // PAGE) * PAGE
-        super().__init__(MPI.Win.Allocate_shared(nbytes, 1, comm=comm), comm, nbytes)
+        super().__init__(MPI.Win.Allocate_shared(nbytes, 1, comm=comm), comm, nbytes, crowded)
         parts = [self._win.Shared_query(peer)[0] for peer in range(comm.size)]
         self._bases = [part.address for part in parts]
         self._bases[comm.rank] = self.base
-        crowded = comm.size > len(os.sched_getaffinity(0))
-        self.spins = SPINS_CROWDED if crowded else SPINS_WITH_A_CORE
 
     def peer_base(self, peer: int) -> int:
         return self._bases[peer]
@@ -134,8 +142,11 @@ class SharedChunk(_Window):
     def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
         ops.copy(nbytes, target, self._bases[peer] + offset)
 
-    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
-        lib.pr_cell_notify(self._bases[peer] + offset, value, replace, 0)
+    def target(self, peer: int, offset: int) -> int:
+        return self._bases[peer] + offset
+
+    def notify(self, peer: int, target: int, value: int, replace: bool = False) -> None:
+        (lib.pr_cell_set if replace else lib.pr_cell_add)(target, value, 0)
 
     def flush(self, peer: int) -> None:
         """Loads and stores are complete as they are."""
@@ -148,11 +159,11 @@ class SharedChunk(_Window):
             words[peer] = lib.pr_cell_read(self._bases[peer] + offset)
         return [True] * len(peers)
 
-    def read(self, offset: int) -> int:
-        return lib.pr_cell_read(self.base + offset)
+    def read(self, cell: int) -> int:
+        return lib.pr_cell_read(cell)
 
-    def wait(self, offset: int, expected: int, equal: bool) -> bool:
-        return bool(lib.pr_cell_wait(self.base + offset, expected, equal, self.spins, SHARED_WAIT_NS))
+    def wait(self, cell: int, expected: int, equal: bool) -> bool:
+        return bool(lib.pr_cell_wait(cell, expected, equal, self.looks, SHARED_WAIT_NS))
 
     def poke(self) -> None:
         """Shared memory needs nobody's help."""
@@ -167,17 +178,18 @@ class RmaChunk(_Window):
     name = "rma"
     shared = False
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, nbytes: int, limit: int, crowded: bool) -> None:
         nbytes = -(-nbytes // PAGE) * PAGE
-        super().__init__(MPI.Win.Allocate(nbytes, 1, comm=comm), comm, nbytes)
+        super().__init__(MPI.Win.Allocate(nbytes, 1, comm=comm), comm, nbytes, crowded)
         if self._win.Get_attr(MPI.WIN_MODEL) != MPI.WIN_UNIFIED:
             raise Unsupported("transport 'rma' needs an MPI whose windows have the unified memory model")
         self._limit = limit
-        self._values: dict[int, list[Any]] = {}
+        self._values: dict[int, tuple[Any, int, MPI.Datatype]] = {}
         self._swapped = [np.zeros(1, np.int64) for _ in range(3)]
+        self._pokes = 1 if crowded else POKES_WITH_A_CORE
         self._late: list[object] = []  # gets that may still come
         self._fence = self._win.Sync
-        self._accumulate = self._win.Accumulate
+        self._accumulate, self.flush = self._win.Accumulate, self._win.Flush
 
     def peer_base(self, peer: int) -> int:
         return self.base if peer == self._rank else 0
@@ -198,24 +210,25 @@ class RmaChunk(_Window):
             n = min(nbytes - at, self._limit)
             self._win.Get([MPI.buffer.fromaddress(target + at, n), n, MPI.BYTE], peer, (offset + at, n, MPI.BYTE))
 
-    def notify(self, peer: int, offset: int, value: int, replace: bool) -> None:
+    def target(self, peer: int, offset: int) -> tuple[int, int, MPI.Datatype]:
+        return offset, 1, _WORD
+
+    def notify(self, peer: int, target: tuple[int, int, MPI.Datatype], value: int, replace: bool = False) -> None:
         buffer = self._values.get(value)
         if buffer is None:
             buffer = self._keep(value)
         self._fence()
-        self._accumulate(buffer, peer, (offset, 1, MPI.INT64_T), MPI.REPLACE if replace else MPI.SUM)
+        self._accumulate(buffer, peer, target, _REPLACE if replace else _SUM)
 
-    def _keep(self, value: int) -> list[Any]:
+    def _keep(self, value: int) -> tuple[Any, int, MPI.Datatype]:
         """A buffer that holds a value, and is not written again: MPI reads it until the flush."""
         if len(self._values) >= VALUES_KEPT:
             self._win.Flush_local_all()
             self._values.clear()
-        buffer = [np.array([value], np.int64), 1, MPI.INT64_T]
+        words = np.array([value], np.int64)
+        buffer = (MPI.buffer.frombuffer(words), 1, _WORD)
         self._values[value] = buffer
         return buffer
-
-    def flush(self, peer: int) -> None:
-        self._win.Flush(peer)
 
     def compare_and_swap(self, peer: int, offset: int, expected: int, desired: int) -> int:
         new, old, found = self._swapped
@@ -242,20 +255,23 @@ class RmaChunk(_Window):
         silent = {peer for peer, _ in late}
         return [peer not in silent for peer in peers]
 
-    def read(self, offset: int) -> int:
+    def read(self, cell: int) -> int:
         self._fence()
-        return lib.pr_cell_read(self.base + offset)
+        return lib.pr_cell_read(cell)
 
-    def wait(self, offset: int, expected: int, equal: bool) -> bool:
-        self._fence()
-        if lib.pr_cell_wait(self.base + offset, expected, equal, SPINS_BETWEEN_POKES, 0):
-            return True
-        self.poke()
+    def wait(self, cell: int, expected: int, equal: bool) -> bool:
+        look = lib.pr_cell_look_equal if equal else lib.pr_cell_look
+        fence, poke = self._fence, self._comm.Iprobe
+        for _ in range(self._pokes):
+            fence()
+            if look(cell, expected, LOOKS_BETWEEN_POKES):
+                return True
+            poke()
         os.sched_yield()
         return False
 
     def poke(self) -> None:
-        self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        self._comm.Iprobe()
 
     def fence(self) -> None:
         self._fence()
