@@ -197,7 +197,9 @@ class Arena:
         self._drop_unused()
         assert self._kind is not None
         try:
-            chunk = self._kind(self._comm, max(nbytes, min(2 * largest, nbytes + largest), LEAST_CHUNK), self._limit, self._crowded)
+            chunk = self._kind(
+                self._comm, max(nbytes, min(2 * largest, nbytes + largest), LEAST_CHUNK), self._limit, self._crowded
+            )
         except (MPI.Exception, MemoryError, Unsupported) as error:
             self._refusal = f"; the MPI says here: {error}"
             return REFUSED, None
@@ -248,7 +250,7 @@ class Arena:
 
 def _zero(region: Region) -> bool:
     """Have the kernel write zeros, which fails where there is no memory; whether all could be written."""
-    memory = memoryview(region.chunk.root)[region.offset : region.offset + region.nbytes]
+    memory = region.chunk.memory[region.offset : region.offset + region.nbytes]
     zeros = os.open("/dev/zero", os.O_RDONLY)
     try:
         at = 0
@@ -259,7 +261,6 @@ def _zero(region: Region) -> bool:
             raise
         return False
     finally:
-        memory.release()
         os.close(zeros)
     region.chunk.fence()
     return True

@@ -20,15 +20,15 @@ import numpy as np
 from mpi4py import MPI
 
 from pyreduce import algorithms, arrays, ops
-from pyreduce.arena import Arena, Region
 from pyreduce.algorithms.native import NativeExecution, NativePlan
+from pyreduce.arena import Arena, Region
 from pyreduce.arguments import IN_PLACE, Arguments, check_arguments, check_block
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
 from pyreduce.execute import Execution, Plan, Room, Tags
 from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
-from pyreduce.ops import SUM, Op, resolve_op
 from pyreduce.onesided import OneSided
+from pyreduce.ops import SUM, Op, resolve_op
 from pyreduce.peers import Peers, duplicate, keep_for_ever, log
 from pyreduce.selection import check_algorithm, choose
 from pyreduce.settings import check_seconds, read_settings
@@ -57,7 +57,8 @@ class Stats:
     rounds : int
         Rounds of messages in them (a round counts once a call, however many segments run it).
     bytes_sent, bytes_received : int
-        Bytes of point-to-point messages, and of what was put into and got from peers' windows; what ``native`` moves inside the MPI cannot be seen and is not counted.
+        Bytes of point-to-point messages, and of what was put into and got from peers' windows; what ``native`` moves
+        inside the MPI cannot be seen and is not counted.
     wait_seconds : float
         Time in which nothing could be done but wait for peers.
     """
@@ -570,9 +571,7 @@ class Communicator:
         """The number of the next call."""
         return self._number + 1
 
-    def run_call(
-        self, plan: Plan, room: Room, scratch_for: tuple[Array, ...], timeout: float | None
-    ) -> None:
+    def run_call(self, plan: Plan, room: Room, scratch_for: tuple[Array, ...], timeout: float | None) -> None:
         """Run a call of the one-sided layer, which has neither input nor output."""
         digest = None if self._settings.check == "off" else plan.call.digest()
         plan.bind(room.shared)
@@ -587,7 +586,7 @@ class Communicator:
         self._words.call = call
         digest = None if self._settings.check == "off" else call.digest()
         self._run(self._words, digest, arrays.address(sent), arrays.address(words), (sent, words), timeout)
-        return words.tolist()
+        return [int(told) for told in words]
 
     def _scratch_of(self, nbytes: int) -> Array:
         if nbytes <= self._scratch.nbytes:

@@ -18,8 +18,8 @@ Tags
 Windows and cells
     The one-sided steps of a program happen in a `Room`: for every lane two sets of window and cells (`Turn`), used turn
     about. Why two are enough: a program does not end on any rank before all ranks have begun it (`pyreduce.verify`
-    checks the consequence). So when a rank begins run m+2 on a lane, all ranks have begun run m+1, hence ended run m, and
-    nobody reads or writes its set of windows or cells any more.
+    checks the consequence). So when a rank begins run m+2 on a lane, all ranks have begun run m+1, hence ended run m,
+    and nobody reads or writes its set of windows or cells any more.
 
     A credit carries the digest of its call: it is ``CREDIT + digest``, so a cell tells how many credits came, and that
     they came from the same call; a cell only grows, and what earlier runs have spent is subtracted. On a user's window
@@ -291,14 +291,13 @@ class Plan:
             for index, step in enumerate(steps):
                 notified |= isinstance(step, Notify) and other == number and index > at
                 for read in reads(step):
-                    if read.space == SCRATCH and read.slot < slots.stop and read.slot + read.count > slots.start:
-                        if other != number or index < at or notified or read != place or isinstance(step, Send):
-                            return False
+                    if read.space != SCRATCH or read.slot >= slots.stop or read.slot + read.count <= slots.start:
+                        continue
+                    if other != number or index < at or notified or read != place or isinstance(step, Send):
+                        return False
         return True
 
-    def start(
-        self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None
-    ) -> Execution:
+    def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None) -> Execution:
         """Begin: post the first round of the first segments.
 
         Parameters
@@ -359,7 +358,9 @@ class Turn:
         The bases of one's own window and of every rank's: addresses, or offsets in the chunk where only MPI gets there.
     """
 
-    def __init__(self, data: Chunk, data_offset: int, cells: Chunk, cells_offset: int, ncells: int, nranks: int) -> None:
+    def __init__(
+        self, data: Chunk, data_offset: int, cells: Chunk, cells_offset: int, ncells: int, nranks: int
+    ) -> None:
         self.data = data
         self.cells = cells
         self.offset = cells_offset
@@ -449,7 +450,9 @@ class Execution:
         self.mismatched = False
         self.talking = plan.talking
         inp, out, scratch = bases
-        self._bases: list[tuple[int, ...]] = [(inp, out, scratch + lane * plan.lane_bytes) for lane in range(plan.lanes)]
+        self._bases: list[tuple[int, ...]] = [
+            (inp, out, scratch + lane * plan.lane_bytes) for lane in range(plan.lanes)
+        ]
         self._turns: list[Turn] = []
         self._credit = 0
         if room is not None:
@@ -539,7 +542,7 @@ class Execution:
                 return
             if self._room is not None:
                 self._turns[number] = turn = self._room.take(number)
-                self._bases[number] = self._bases[number][:PEERS - 1] + turn.windows
+                self._bases[number] = self._bases[number][: PEERS - 1] + turn.windows
         bases, tag, comm = self._bases[number], self._tag | number, self._comm
         recvs, sends, _, waits = plan.rounds[lane[1]]
         lane[2] = posted = []
@@ -567,7 +570,9 @@ class Execution:
         plan = self._plan
         segment, number = lane[0], lane[0] % plan.lanes
         bases = self._bases[number]
-        begun, under_way, notified = -1, set(), set()  # one-sided steps that have only been started
+        begun = -1
+        under_way: set[int] = set()  # peers with whom puts or gets have only been started
+        notified: set[int] = set()
         for kind, peer, dst, srcs in plan.rounds[lane[1]][2]:
             if under_way and kind != begun:
                 self._complete(self._turns[number].data, under_way)

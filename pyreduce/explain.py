@@ -10,9 +10,33 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import groupby
+from typing import Any
 
 from pyreduce import algorithms
-from pyreduce.programs import COLLECTIVES, INPUT, OUTPUT, Fold, Place, Program, Recv, Send, Step, input_blocks
+from pyreduce.algorithms.mesh import mesh, mesh_in_window
+from pyreduce.errors import name_ranks
+from pyreduce.programs import (
+    COLLECTIVES,
+    INPUT,
+    OUTPUT,
+    WINDOW,
+    Copy,
+    Fold,
+    Get,
+    Notify,
+    Place,
+    Program,
+    Put,
+    Recv,
+    RoundsFunction,
+    Send,
+    Step,
+    Wait,
+    build,
+    input_blocks,
+    writes,
+)
 from pyreduce.simulate import Simulation
 from pyreduce.verify import Symbol, fold_symbols, format_symbol, verify
 
@@ -33,10 +57,57 @@ def name_blocks(place: Place, nranks: int) -> str:
     return "blocks " + ", ".join(map(str, blocks))
 
 
+def _name_slots(place: Place) -> str:
+    return f"slot {place.slot}" if place.count == 1 else f"slots {place.slot}-{place.slot + place.count - 1}"
+
+
 def _describe_operand(place: Place, arrived: dict[Place, int]) -> str:
     if place in arrived:
         return f"what came from rank {arrived[place]}"
-    return "own" if place.space == INPUT else "what it holds"
+    return "own" if place.space in (INPUT, WINDOW) else "what it holds"
+
+
+def _to_or_from(place: Place, word: str) -> str:
+    """Where a copy goes to or comes from, if that is not plain."""
+    if place.space == WINDOW:
+        return f" {word} window {_name_slots(place)}"
+    return f" {word} the result" if place.space == OUTPUT else ""
+
+
+def _kind(step: Step) -> Any:
+    """Steps of one kind are told together: those that differ in nothing but the peer or the cell."""
+    if isinstance(step, Notify):
+        return (Notify, step.cell if step.value > 0 else None, step.value)
+    if isinstance(step, Wait):
+        return (Wait, step.value)
+    if isinstance(step, Get) and step.src.first == step.dst.first:
+        return (Get, step.src)
+    return step
+
+
+def _describe_together(steps: list[Step]) -> str:
+    """Several steps of one kind."""
+    first = steps[0]
+    if isinstance(first, Notify):
+        cells = sorted(step.cell for step in steps if isinstance(step, Notify))
+        if first.value < 0:
+            return f"take {_credits(-first.value)} back from {_name_cells(cells)}"
+        peers = name_ranks([step.peer for step in steps if isinstance(step, Notify)])
+        return f"notify cell {first.cell} of {peers}" + (f" with {first.value} credits" if first.value > 1 else "")
+    if isinstance(first, Wait):
+        cells = sorted(step.cell for step in steps if isinstance(step, Wait))
+        return f"wait for {_credits(first.value)} in {_name_cells(cells)}"
+    assert isinstance(first, Get)
+    peers = name_ranks([step.peer for step in steps if isinstance(step, Get)])
+    return f"get block {first.src.first} from window {_name_slots(first.src)} of {peers}"
+
+
+def _credits(count: int) -> str:
+    return f"{count} credit" + "s" * (count != 1)
+
+
+def _name_cells(cells: list[int]) -> str:
+    return name_ranks(cells).replace("rank", "cell")
 
 
 def describe_step(step: Step, nranks: int, arrived: dict[Place, int]) -> str:
@@ -47,10 +118,16 @@ def describe_step(step: Step, nranks: int, arrived: dict[Place, int]) -> str:
         return f"receive {name_blocks(step.dst, nranks)} from rank {step.peer}"
     if isinstance(step, Fold):
         operands = ", then ".join(_describe_operand(src, arrived) for src in step.srcs)
-        end = " into the result" if step.dst.space == OUTPUT else ""
+        end = _to_or_from(step.dst, "into")
         return f"fold {name_blocks(step.dst, nranks)}{end}: {operands}"
-    end = " to the result" if step.dst.space == OUTPUT else ""
-    return f"copy {name_blocks(step.src, nranks)}{end}"
+    if isinstance(step, Put):
+        return f"put {name_blocks(step.src, nranks)} into window {_name_slots(step.dst)} of rank {step.peer}"
+    if isinstance(step, Get):
+        return f"get {name_blocks(step.dst, nranks)} from window {_name_slots(step.src)} of rank {step.peer}"
+    if isinstance(step, Notify | Wait):
+        return _describe_together([step])
+    source = _to_or_from(step.src, "from") if step.src.space == WINDOW else ""
+    return f"copy {name_blocks(step.src, nranks)}{source}{_to_or_from(step.dst, 'to')}"
 
 
 def rounds_in_words(program: Program) -> Iterator[str]:
@@ -58,7 +135,7 @@ def rounds_in_words(program: Program) -> Iterator[str]:
     arrived: dict[Place, int] = {}
     for number, steps in enumerate(program.rounds, start=1):
         words: list[str] = []
-        fresh: dict[Place, int] = {step.dst: step.peer for step in steps if isinstance(step, Recv)}
+        fresh: dict[Place, int] = {step.dst: step.peer for step in steps if isinstance(step, Recv | Get)}
         folded_on_arrival = {
             place
             for step in steps
@@ -67,11 +144,17 @@ def rounds_in_words(program: Program) -> Iterator[str]:
             if place in fresh and any(src.space == INPUT for src in step.srcs)
         }
         arrived.update(fresh)
-        for step in steps:
-            if isinstance(step, Fold) and folded_on_arrival & set(step.srcs):
+        for _, run in groupby(steps, _kind):
+            together = list(run)
+            step = together[0]
+            if len(together) > 1 and isinstance(step, Notify | Wait | Get):
+                words.append(_describe_together(together))
                 continue
-            text = describe_step(step, program.nranks, arrived)
-            words.append(f"{text} and fold" if isinstance(step, Recv) and step.dst in folded_on_arrival else text)
+            for step in together:
+                if isinstance(step, Fold) and folded_on_arrival & set(step.srcs):
+                    continue
+                text = describe_step(step, program.nranks, arrived)
+                words.append(f"{text} and fold" if isinstance(step, Recv) and step.dst in folded_on_arrival else text)
         yield f"  round {number}: " + "; ".join(words)
 
 
@@ -146,9 +229,56 @@ def cost_card(programs: Sequence[Program]) -> Iterator[str]:
         told = f"{_share(max(values), nranks)} bytes a rank ({max(values)} blocks){unit}"
         yield f"  {label:9} {told}"
     yield f"  messages  {max(cost.messages for cost in costs)} a rank and segment"
+    if any(cost.window for cost in costs):
+        window = max(cost.window for cost in costs)
+        yield f"  window    {_share(window, nranks)} bytes a rank ({window} blocks), shown to the peers"
+        yield f"  notifies  {max(cost.notifies for cost in costs)} a rank and segment"
 
 
-def explain(collective: str, algorithm: str, nranks: int, ranks: Sequence[int] | None = None) -> Iterator[str]:
+MODES: dict[str, tuple[RoundsFunction, int]] = {"hand": (mesh, 2), "builtin": (mesh_in_window, 1)}
+"""The two forms of mesh: the function, and the sets of windows that its calls take turns on."""
+
+WHY = """\
+  hand writes its result where no peer reads, so one barrier is enough: all have staged before anyone reads. Its next
+  call must not stage over what a slow peer still reads, and does not: it has another window (algorithm="mesh" takes
+  two, turn about; a program that does it once needs no second).
+  builtin is a call on a window of the user's, and its result is a row of it. Whoever comes back may write to the window
+  at once, so nobody may come back before all peers have read: the second barrier is the price of the result in place.
+  The credits of both barriers are taken back at the end, so that the same signal serves the next call."""
+
+
+def compare_modes(collective: str, nranks: int) -> Iterator[str]:
+    """What differs between the two forms of mesh: a line a property, counted in the program of the last rank."""
+    rows: list[list[str]] = [[""], ["stores"], ["barriers"], ["remote reads"], ["result"], ["credits"], ["clean-up"]]
+    for name, (function, _) in MODES.items():
+        program = build(name, function, collective, nranks, nranks - 1)
+        steps = [step for steps in program.rounds for step in steps]
+        first_wait = next((i for i, step in enumerate(steps) if isinstance(step, Wait)), len(steps))
+        staged = sum(p.count for s in steps[:first_wait] for p in writes(s) if p.space == WINDOW)
+        back = sum(p.count for s in steps[first_wait:] for p in writes(s) if p.space == WINDOW)
+        barriers = max((step.value for step in steps if isinstance(step, Wait)), default=0)
+        out = [s for s in steps if isinstance(s, Copy | Fold | Get) and s.dst.space == OUTPUT]
+        taken = {step.value for step in steps if isinstance(step, Notify) and step.value < 0}
+        columns = [
+            name,
+            f"{staged} blocks to one's own window",
+            f"{barriers}",
+            f"{sum(s.dst.count for s in steps if isinstance(s, Get))} blocks",
+            "back to the window, then out of it" if back and len(out) == 1 else "written straight out",
+            f"{barriers} a cell and call",
+            f"{-min(taken)} credits taken back from each cell" if taken else "none",
+        ]
+        for row, cell in zip(rows, columns, strict=True):
+            row.append(cell)
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield WHY
+
+
+def explain(
+    collective: str, algorithm: str, nranks: int, ranks: Sequence[int] | None = None, mode: str | None = None
+) -> Iterator[str]:
     """All of it, line by line.
 
     Parameters
@@ -157,12 +287,14 @@ def explain(collective: str, algorithm: str, nranks: int, ranks: Sequence[int] |
     nranks : int
     ranks : sequence of int, optional
         Whose rounds to print; default all.
+    mode : {"hand", "builtin"}, optional
+        Of ``mesh``: as one writes it by hand, or as the call on a window does it; with what differs.
     """
-    chosen = algorithms.get(algorithm)
-    programs = chosen.programs(collective, nranks)
-    report = verify(algorithm, chosen.rounds, collective, nranks)
-    yield f"{collective} by {algorithm}, P={nranks} ranks"
-    what = (sys.modules[chosen.rounds.__module__].__doc__ or "").strip().split("\n")[0]
+    function, turns = MODES[mode] if mode else (algorithms.get(algorithm).rounds, 2)
+    programs = [build(algorithm, function, collective, nranks, rank) for rank in range(nranks)]
+    report = verify(algorithm, function, collective, nranks, turns=turns)
+    yield f"{collective} by {algorithm}, P={nranks} ranks" + (f", mode {mode}" if mode else "")
+    what = (sys.modules[function.__module__].__doc__ or "").strip().split("\n")[0]
     if what:
         yield f"  {what}"
     for rank in ranks if ranks is not None else range(nranks):
@@ -176,6 +308,9 @@ def explain(collective: str, algorithm: str, nranks: int, ranks: Sequence[int] |
         yield from fold_orders(report.orders)
     yield "\ncost (S: bytes of the whole vector)"
     yield from cost_card(programs)
+    if mode:
+        yield "\nwhat differs between the modes"
+        yield from compare_modes(collective, nranks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,7 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", metavar="FILE.py", help="run this file first, which registers algorithms of yours")
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
+    parser.add_argument("--mode", choices=MODES, help="of mesh: by hand, or the call on a window; and what differs")
     options = parser.parse_args(argv)
+    if options.mode and options.algorithm != "mesh":
+        parser.error(f"--mode is for --algorithm mesh, not {options.algorithm}")
     if options.ranks < 1:
         parser.error(f"-n {options.ranks}: needs one rank at least")
     for rank in options.rank or ():
@@ -195,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.load:
             runpy.run_path(options.load)
-        for line in explain(options.collective, options.algorithm, options.ranks, options.rank):
+        for line in explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode):
             print(line)
     except BrokenPipeError:
         sys.stderr.close()

@@ -276,9 +276,10 @@ class Peers:
         for source, notice in self._pending.items():
             if notice.kind not in QUIET and notice.number <= number:
                 what = notice.detail or f"failed ({notice.kind})"
-                self.broken = BrokenCommunicatorError(f"{where}: rank {source} left in call {notice.number}: {what}")
+                error = BrokenCommunicatorError(f"{where}: rank {source} left in call {notice.number}: {what}")
+                self.broken = error
                 self._tell(Notice("joined", number, (), 0, ""))
-                raise self.broken
+                raise error
 
     def _arrived(self) -> list[tuple[int, Notice]]:
         """Notices that have come in whole, by sender.

@@ -346,7 +346,7 @@ def remote(step: Step) -> tuple[Place, ...]:
 
 def _check_step(step: Step, collective: str, nranks: int, rank: int, where: str) -> None:
     if not isinstance(step, _STEPS):
-        known = ", ".join(kind.__name__ for kind in _STEPS)
+        known = ", ".join(kind.__name__ for kind in _STEPS)  # type: ignore[unreachable]
         raise AlgorithmError(f"{where}: {step!r} is not a step ({known})")
     if isinstance(step, (*_NAMES_PEER, Notify)):
         if not (isinstance(step.peer, int) and 0 <= step.peer < nranks):

@@ -18,7 +18,7 @@ from pyreduce.calls import Call
 from pyreduce.errors import name_ranks
 from pyreduce.execute import CELL, Plan, Room, Turn
 from pyreduce.onesided import OneSided
-from pyreduce.programs import Notify, Program, Wait
+from pyreduce.programs import Notify, Program, Step, Wait
 
 __all__ = ["NotifyOp", "Signal", "WaitCmp", "make_signal"]
 
@@ -98,14 +98,14 @@ class Signal:
         self.transport = region.chunk.name
         self._recorded = recorded
         self._records = region.offset + (self.size + owner.size) * CELL
-        # By (peer, cell) and by cell as they were given: what the quick way needs. Filled by `_find` and `_find_own`, and
-        # empty when the signal is closed or the communicator broken, which they find out.
+        # By (peer, cell) and by cell as they were given: what the quick way needs. Filled by `_find` and `_find_own`,
+        # and empty when the signal is closed or the communicator broken, which they find out.
         self._targets: dict[Any, tuple[Any, int]] = {}
         self._own: dict[Any, int] = {}
         self._barrier: tuple[Plan, Room] | None = None
         self._shared = self._chunk.shared
         self._looks = self._chunk.looks if self._shared else 1
-        self._counts = memoryview(self._chunk.root).cast("q")
+        self._counts = self._chunk.memory.cast("B").cast("q")
         owner.keep(self)
         owner.peers.tell_when_broken(self)
 
@@ -227,7 +227,7 @@ class Signal:
         return self._chunk.read(self._find_own(cell, "read"))
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait for all ranks: what any of them has written before is seen by all after. The user's cells stay as they are.
+        """Wait for all ranks: what any of them has written before is seen by all after. No cell of the user's changes.
 
         Raises
         ------
@@ -237,7 +237,7 @@ class Signal:
         owner, offset = self.owner, self._offset + self.size * CELL
         if self._barrier is None:
             peers = [(owner.rank + hop) % owner.size for hop in range(1, owner.size)]
-            rounds = (
+            rounds: tuple[tuple[Step, ...], ...] = (
                 tuple(Notify(peer, owner.rank) for peer in peers),
                 (*(Wait(peer) for peer in peers), *(Notify(owner.rank, peer, -1) for peer in peers)),
             )
@@ -309,13 +309,23 @@ class Signal:
         """The flat number of a cell."""
         index = cell if isinstance(cell, tuple) else (cell,)
         if not all(isinstance(i, int | np.integer) for i in index):
-            raise TypeError(self._worded(what, f"a cell is named by ints, one a dimension of {self.shape}, got {cell!r}"))
+            raise TypeError(
+                self._worded(what, f"a cell is named by ints, one a dimension of {self.shape}, got {cell!r}")
+            )
         if len(index) != len(self.shape):
-            raise IndexError(self._worded(what, f"cell {cell!r} does not name one cell of a signal of shape {self.shape}"))
+            raise IndexError(
+                self._worded(what, f"cell {cell!r} does not name one cell of a signal of shape {self.shape}")
+            )
         for i, n in zip(index, self.shape, strict=True):
             if not -n <= i < n:
-                raise IndexError(self._worded(what, f"cell {cell!r} is out of range for a signal of shape {self.shape}"))
-        return int(np.ravel_multi_index([int(i) % n for i, n in zip(index, self.shape, strict=True)], self.shape)) if index else 0
+                raise IndexError(
+                    self._worded(what, f"cell {cell!r} is out of range for a signal of shape {self.shape}")
+                )
+        return (
+            int(np.ravel_multi_index([int(i) % n for i, n in zip(index, self.shape, strict=True)], self.shape))
+            if index
+            else 0
+        )
 
     def _find_own(self, cell: Any, what: str) -> int:
         """Address of one of this rank's cells, remembered for the next time."""
@@ -347,6 +357,7 @@ class Signal:
 
     def _wait_long(self, cell: Cell, address: int, expected: int, equal: bool, timeout: float | None) -> None:
         owner, chunk = self.owner, self._chunk
+        seconds = owner.deadline(timeout)
         held = chunk.read(address)
         text = f"cell {cell!r} to be {'==' if equal else '>='} {expected}"
         if owner.size == 1 and not (held == expected if equal else held >= expected):
@@ -360,7 +371,7 @@ class Signal:
             return f"waits for {text}; it holds {chunk.read(address)}; {told}", ranks
 
         where = f"signal.wait (signal {self.number}, rank {owner.rank} of {owner.size})"
-        owner.wait(where, lambda: chunk.wait(address, expected, equal), missing, owner.deadline(timeout))
+        owner.wait(where, lambda: chunk.wait(address, expected, equal), missing, seconds)
 
     def _ask_records(self, cell: Cell) -> list[int | None]:
         """How often each rank has notified a cell here; None where that cannot be known in time."""
@@ -373,18 +384,22 @@ class Signal:
         return [int(count) if there else None for count, there in zip(counts, known, strict=True)]
 
     def _blame(self, cell: Cell, counts: list[int | None]) -> tuple[list[int], str]:
-        """Which ranks a wait misses: where a dimension of the signal is the number of ranks, the one that the cell is for;
-        else those that have notified it least."""
+        """Which ranks a wait misses, and in words: the rank that the cell is for, if there is a cell, or a row of cells,
+        for each rank; else those that have notified it least.
+        """
         owner = self.owner
         others = [rank for rank in range(owner.size) if rank != owner.rank]
         first = cell[0] if isinstance(cell, tuple) and cell else cell
         if self.shape and self.shape[0] == owner.size and isinstance(first, int) and first % owner.size != owner.rank:
             missing = [first % owner.size]
         else:
-            known = {rank: counts[rank] for rank in others}
-            if any(count is None for count in known.values()):
+            known = {rank: count for rank in others if (count := counts[rank]) is not None}
+            if len(known) < len(others):
                 return others, f"how often {name_ranks(others)} have notified it is not known"
             least = min(known.values(), default=0)
             missing = [rank for rank, count in known.items() if count == least]
         told = ", ".join(f"rank {r} {'an unknown number of' if counts[r] is None else counts[r]} times" for r in others)
-        return missing, f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not notified it (so far: {told})"
+        return (
+            missing,
+            f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not notified it (so far: {told})",
+        )

@@ -169,7 +169,7 @@ class Simulation(Generic[Value]):
         return self._place_in_calls(rank)[0] % self.turns
 
     def _cell_of(self, rank: int, owner: int, index: int) -> tuple[int, int, int]:
-        """The cell of `owner` that `rank` means. With turns, all credits of a call are spent in it: cells start anew."""
+        """The cell of `owner` that `rank` means. With turns, a call spends all its credits, and the next begins at 0."""
         return owner, self._place_in_calls(rank)[0] if self.turns > 1 else 0, index
 
     def _named_round(self, rank: int, number: int | None = None) -> str:
@@ -247,9 +247,7 @@ class Simulation(Generic[Value]):
         self._round[rank] = number + 1
         if self.watch is not None:
             turn = number // len(self.programs[rank].rounds) % self.turns
-            window = {
-                (WINDOW, slot): cell for (r, t, slot), cell in self._windows.items() if r == rank and t == turn
-            }
+            window = {(WINDOW, slot): cell for (r, t, slot), cell in self._windows.items() if r == rank and t == turn}
             self.watch(rank, number + 1, {**self.memory[rank], **window})
 
     def _read(self, rank: int, place: Place) -> list[tuple[int, Value]]:
@@ -285,7 +283,9 @@ class Simulation(Generic[Value]):
             slot, cell = self._slots.get(where), self._windows.get(where)
             what = f"{self.where}: rank {rank} reads {_slot(owner, rank, index)} in {self._named_round(rank)}"
             if slot is None or cell is None:
-                raise AlgorithmError(f"{what}, which is not written yet: a race, no wait stands between, or nobody writes it")
+                raise AlgorithmError(
+                    f"{what}, which is not written yet: a race, no wait stands between, or nobody writes it"
+                )
             if clock[slot.writer] < slot.tick and slot.writer != rank:
                 raise AlgorithmError(
                     f"{what}, while rank {slot.writer} may still have to write it in its "

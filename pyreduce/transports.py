@@ -11,8 +11,8 @@ A `Chunk` is one MPI window, held for long and carved up by `pyreduce.arena`. Tw
 `SharedChunk`
     ``Win.Allocate_shared`` and plain loads and stores, and C11 atomics (csrc/cells.c) for cells, within a node.
 
-Offsets are bytes from the start of a rank's part, the same on all ranks. A rank's own part is never reached through MPI,
-but for cells, which must see one kind of access only.
+Offsets are bytes from the start of a rank's part, the same on all ranks. A rank's own part is never reached through
+MPI, but for cells, which must see one kind of access only.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ _WORD, _SUM, _REPLACE = MPI.INT64_T, MPI.SUM, MPI.REPLACE
 
 
 class Chunk(Protocol):
-    """What both transports offer. `put`, `get` and `notify` only start; `flush` completes them, here and at the peer."""
+    """What both transports offer. `put`, `get` and `notify` only start; `flush` completes them."""
 
     name: str
     shared: bool
     base: int
     nbytes: int
+    memory: memoryview  # this rank's part; `root` is the array that users' arrays are views of
     root: Array
     looks: int
 
@@ -106,8 +107,8 @@ class _Window:
         self._comm = comm
         self._rank = comm.rank
         self.nbytes = nbytes
-        memory = window.tomemory()
-        self.root: Array = np.frombuffer(memory, np.uint8, nbytes)
+        self.memory = memoryview(window.tomemory())  # type: ignore[arg-type]
+        self.root: Array = np.frombuffer(self.memory, np.uint8, nbytes)
         self.base = address(self.root)
         window.Lock_all(MPI.MODE_NOCHECK)
 

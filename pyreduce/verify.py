@@ -19,6 +19,7 @@ from pyreduce.simulate import Simulation
 __all__ = ["Report", "Symbol", "fold_symbols", "format_symbol", "verify", "verify_all"]
 
 CALLS = 3  # of programs with windows: the third uses what the first one used
+CALLS_UP_TO = 16  # ranks; with more, one call is played
 
 Symbol: TypeAlias = "int | tuple[Symbol, ...]"
 
@@ -95,7 +96,7 @@ def verify(name: str, function: RoundsFunction, collective: str, nranks: int, *,
         `function` does not serve this collective or this number of ranks.
     """
     programs = [build(name, function, collective, nranks, rank) for rank in range(nranks)]
-    calls = CALLS if any(program.window for program in programs) else 1
+    calls = CALLS if nranks <= CALLS_UP_TO and any(program.window or program.cells for program in programs) else 1
     inputs: list[dict[int, Symbol]] = [
         dict.fromkeys(input_blocks(collective, nranks, rank), rank) for rank in range(nranks)
     ]

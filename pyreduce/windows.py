@@ -1,7 +1,8 @@
-"""Windows: an array on every rank that all ranks can read and write (`Window.put`, `Window.get`), and collectives on it.
+"""Windows: an array on every rank that all ranks can read and write (`Window.put`, `Window.get`); collectives on it.
 
-Nothing but signals orders accesses: a rank reads what a peer has put only after a wait that the peer's notify satisfied,
-and writes where a peer reads only after the peer has said that it is done. docs/signals.md tells the whole memory model.
+Nothing but signals orders accesses: a rank reads what a peer has put only after a wait that the peer's notify
+satisfied, and writes where a peer reads only after the peer has said that it is done. docs/signals.md tells the whole
+memory model.
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ class Window:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         self._collective("reduce_scatter", signal, op, timeout)
-        return self._local[self._owner.rank]
+        block: Array = self._local[self._owner.rank]
+        return block
 
     def allgather(self, signal: Signal, *, timeout: float | None = None) -> Array:
         """Row `rank` of every rank's part becomes row `rank` of all parts. Otherwise as `reduce_scatter`.
@@ -280,7 +282,9 @@ class Window:
         try:
             view = self._local[parts]
         except (IndexError, TypeError, ValueError) as error:
-            raise type(error)(self._worded(what, f"index {index!r} for a window of shape {self.shape}: {error}")) from None
+            raise type(error)(
+                self._worded(what, f"index {index!r} for a window of shape {self.shape}: {error}")
+            ) from None
         if not view.flags.c_contiguous:
             raise ValueError(
                 self._worded(what, f"index {index!r} of a window of shape {self.shape} names a region that is not "
@@ -384,7 +388,9 @@ class Window:
             )
         if signal.size != size:
             raise ValueError(
-                self._worded(name, f"the signal must have one cell for each of {size} ranks, its shape is {signal.shape}")
+                self._worded(
+                    name, f"the signal must have one cell for each of {size} ranks, its shape is {signal.shape}"
+                )
             )
         resolved = None
         if name != "allgather":
@@ -394,7 +400,9 @@ class Window:
             resolved = resolve_op(op)
         elements = math.prod(self.shape[1:])
         words = (("shape", str(self.shape)), ("window", str(self._number)), ("signal", str(signal.number)))
-        call = Call(f"window.{name}", "mesh", resolved, self.dtype, (elements,) * size, words, owner.rank, owner.settings)
+        call = Call(
+            f"window.{name}", "mesh", resolved, self.dtype, (elements,) * size, words, owner.rank, owner.settings
+        )
         program = build("mesh", window_rounds, name, size, owner.rank)
         rows = [owner.rank] if name == "reduce_scatter" else range(size)
         plan = Plan(program, call, in_window=True, result=[place_window(row, row) for row in rows])

@@ -35,7 +35,9 @@ PURE_SECONDS = 150  # the same after a pure test, which pytest-timeout ends afte
 HANG_SECONDS = 200  # a rank that is stuck in C for so long is killed, with a traceback
 RECORD_BYTES = 2048
 
-for variable in [name for name in os.environ if name.startswith("PYREDUCE_") and name != "PYREDUCE_ISA"]:
+CHOSEN = ("PYREDUCE_ISA", "PYREDUCE_TRANSPORT")  # settings that a whole run of the suite may be made with
+
+for variable in [name for name in os.environ if name.startswith("PYREDUCE_") and name not in CHOSEN]:
     del os.environ[variable]
 os.environ["PYREDUCE_TIMEOUT"] = str(CALL_SECONDS)
 

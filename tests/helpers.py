@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ["naive", "ring", "native", None]
+ALGORITHMS = ["naive", "ring", "mesh", "native", None]
 REDUCTIONS = ["reduce_scatter", "allreduce"]
 COLLECTIVES = [*REDUCTIONS, "allgather"]
 MODES = ["given", "allocated", "in place", "in place as MPI says it", "same array twice"]

@@ -338,6 +338,7 @@ def test_close_and_context_manager(comm: Any) -> None:
         ({"timeout": -1}, ValueError, "timeout is -1.0, needs zero or more seconds"),
         ({"timeout": "x"}, ValueError, "timeout is 'x', needs a number of seconds"),
         ({"timeout": []}, TypeError, "timeout is"),
+        ({"transport": "tcp"}, ValueError, "transport is 'tcp', needs to be one of shared, rma"),
         ({"warn_seconds": float("nan")}, ValueError, "warn_seconds is nan"),
     ],
     ids=str,
@@ -357,6 +358,7 @@ def test_settings_out_of_range(settings: dict[str, Any], error: type[Exception],
         ("PYREDUCE_TIMEOUT", "-1", "PYREDUCE_TIMEOUT is -1.0, needs zero or more"),
         ("PYREDUCE_TIMEOUT", "later", "PYREDUCE_TIMEOUT is 'later', needs a number of seconds"),
         ("PYREDUCE_WARN_SECONDS", "x", "PYREDUCE_WARN_SECONDS is 'x'"),
+        ("PYREDUCE_TRANSPORT", "pigeon", "transport is 'pigeon', needs to be one of shared, rma"),
         ("PYREDUCE_CHECK", "maybe", "'maybe', needs to be one of light, full, off"),
     ],
 )
@@ -367,13 +369,22 @@ def test_environment_out_of_range(monkeypatch: pytest.MonkeyPatch, variable: str
 
 
 def test_arguments_come_before_the_environment_before_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYREDUCE_TIMEOUT", raising=False)
-    assert read_settings() == Settings(1 << 20, 2, 2**31 - 1, "light", None, 60.0)
+    for variable in ("PYREDUCE_TIMEOUT", "PYREDUCE_TRANSPORT"):
+        monkeypatch.delenv(variable, raising=False)
+    assert read_settings() == Settings(1 << 20, 2, 2**31 - 1, "light", None, 60.0, None)
     for name, value in {"SEGMENT_BYTES": "4096", "IN_FLIGHT": "3", "MESSAGE_BYTES": "99", "TIMEOUT": "2.5",
-                        "WARN_SECONDS": "7", "CHECK": "full"}.items():  # fmt: skip
+                        "WARN_SECONDS": "7", "CHECK": "full", "TRANSPORT": "rma"}.items():  # fmt: skip
         monkeypatch.setenv(f"PYREDUCE_{name}", value)
-    assert read_settings() == Settings(4096, 3, 99, "full", 2.5, 7.0)
-    given = {"segment_bytes": 1, "in_flight": 8, "message_bytes": 7, "check": "off", "timeout": 0, "warn_seconds": 1}
-    assert read_settings(**given) == Settings(1, 8, 7, "off", 0.0, 1.0)
+    assert read_settings() == Settings(4096, 3, 99, "full", 2.5, 7.0, "rma")
+    given = {
+        "segment_bytes": 1,
+        "in_flight": 8,
+        "message_bytes": 7,
+        "check": "off",
+        "timeout": 0,
+        "warn_seconds": 1,
+        "transport": "shared",
+    }
+    assert read_settings(**given) == Settings(1, 8, 7, "off", 0.0, 1.0, "shared")
     monkeypatch.setenv("PYREDUCE_TIMEOUT", "0")
     assert read_settings().timeout is None

@@ -35,7 +35,7 @@ from pyreduce import ops
 MPI = pytest.importorskip("mpi4py.MPI")
 
 SEGMENT_BYTES = 64  # 16 float32 elements a block
-CHOSEN = ["naive", "ring", "native"]  # where what None chooses would only run one of these again
+CHOSEN = ["naive", "ring", "mesh", "native"]  # where what None chooses would only run one of these again
 NATIVE_MAY_REFUSE = ["float16", "int8", "int16", "uint8", "uint16"]  # not every MPI has them, or has them right
 MakeCommunicator = Callable[..., pr.Communicator]
 
@@ -334,7 +334,7 @@ def test_integers_wrap(make_communicator: MakeCommunicator, comm: Any, collectiv
 
 
 @pytest.mark.parametrize("op", ["MIN", "MAX"])
-@pytest.mark.parametrize("algorithm", ["naive", "ring", None])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", None])
 def test_nan_reaches_every_rank(communicator: pr.Communicator, comm: Any, algorithm: str | None, op: str) -> None:
     for culprit in range(comm.size):
         x = np.arange(9, dtype=np.float32) - 3 * comm.rank

@@ -27,8 +27,8 @@ def make_calls(k: pr.Communicator, calls: int) -> None:
     for i in range(calls):
         n = 1 + i * 37 % 500
         x = np.arange(float(n))
-        algorithm = ("naive", "ring", "native", None)[i % 4]
-        match i % 5:
+        algorithm = ("naive", "ring", "mesh", "native", None)[i % 5]
+        match i // 5 % 5:
             case 0:
                 k.allreduce(x, algorithm=algorithm)
             case 1:

@@ -17,7 +17,7 @@ from pyreduce.algorithms.ring import ring
 from pyreduce.calls import compare, describe
 from pyreduce.errors import name_ranks
 
-ALGORITHMS = ["naive", "ring", "native"]
+ALGORITHMS = ["naive", "ring", "mesh", "native"]
 SMALL, LARGE = 64, 600_000  # elements: messages that go out at once, and messages that wait for their receiver
 
 several = pytest.mark.ranks(2, 3, 4)
@@ -163,7 +163,7 @@ def test_explicit_counts_that_differ_are_a_mismatch(comm):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "native", None])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "native", None])
 @pytest.mark.parametrize("lengths", [(409600, 409598), (1, 2)])
 def test_case_14_lengths_differ(comm, algorithm, lengths):
     k = pr.Communicator(comm, timeout=20)
@@ -177,7 +177,7 @@ def test_case_14_lengths_differ(comm, algorithm, lengths):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "native", None])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "native", None])
 def test_case_15_the_next_call_names_the_first(comm, algorithm):
     k = pr.Communicator(comm, timeout=20)
     if comm.rank == 0:

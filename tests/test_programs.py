@@ -16,7 +16,7 @@ from pyreduce.programs import Cost, Place, Program, build, in_place_safe, output
 from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols, format_symbol, verify
 
-BUILT_IN = ["naive", "ring"]
+BUILT_IN = ["naive", "ring", "mesh"]
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,11 @@ def test_right_for_many_numbers_of_ranks(algorithm: str, collective: str) -> Non
 
 def promised_cost(algorithm: str, collective: str, P: int) -> Cost:
     """The table of costs, in blocks."""
+    if algorithm == "mesh" and P > 1:
+        halves = 2 if collective == "allreduce" else 1
+        folds, scratch = (0, 0) if collective == "allgather" else (P - 1, P - 1)
+        window = {"reduce_scatter": P, "allgather": 1, "allreduce": P + 1}[collective]
+        return Cost(halves, 0, halves * (P - 1), 0, folds, scratch, window, halves * (P - 1))
     if algorithm == "naive":
         if collective == "allgather":
             return Cost(int(P > 1), P - 1, P - 1, P - 1, 0, 0)
@@ -295,7 +300,7 @@ WRONG_STEPS = {
     "a fold of nothing": ([Fold(place_output(0), ())], "folds nothing"),
     "a block out of range": ([Copy(place_output(3), place_input(3))], r"out of range; blocks are 0\.\.2"),
     "a negative slot": ([Recv(1, place_scratch(-1, 0))], "out of range"),
-    "no step": (["send"], r"'send' is not a step \(Send, Recv, Fold or Copy\)"),
+    "no step": (["send"], r"'send' is not a step \(Send, Recv, Fold, Copy, Put, Get, Notify, Wait\)"),
     "no place": ([Send(1, "input")], "'input' is not a place in input, output or scratch"),
     "no such space": ([Send(1, Place("cloud", 0))], "is not a place in input, output or scratch"),
     "no sequence": (42, "round 1 is 42, not a sequence of steps"),

@@ -28,7 +28,7 @@ from pyreduce import algorithms, simulate
 from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols
 
-PROGRAMS = ["naive", "ring"]
+PROGRAMS = ["naive", "ring", "mesh"]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13]
 
 
@@ -152,7 +152,7 @@ def test_symbols_and_watching(algorithm: str, collective: str) -> None:
             if collective == "allgather":
                 assert order == block
             else:
-                start = 0 if algorithm == "naive" else block + 1
+                start = block + 1 if algorithm == "ring" else 0
                 assert order == tuple((start + hop) % nranks for hop in range(nranks))
 
 

@@ -3,8 +3,8 @@
 Source
     The direct (all-to-all) reduce-scatter of the one-sided world: stage, barrier, read one's own row of every peer.
 Cost
-    reduce_scatter: 1 barrier, nothing sent, S(P-1)/P bytes read a rank, S(P-1)/P folds; a window of S. allgather the same
-    with a window of S/P. allreduce: both, 2 barriers. Every barrier is P-1 notifies a rank.
+    reduce_scatter: 1 barrier, nothing sent, S(P-1)/P bytes read a rank, S(P-1)/P folds; a window of S. allgather the
+    same with a window of S/P and no folds. allreduce: both, 2 barriers. Every barrier is P-1 notifies a rank.
 Restrictions
     None on P. Folds in rank order 0, 1, ..., P-1: exactly ``functools.reduce(op, [x0, x1, ...])``.
 Best for
@@ -86,7 +86,7 @@ def window_rounds(collective: str, nranks: int, rank: int) -> Iterator[Sequence[
     own = place_window(rank, rank)
     yield _notify(nranks, rank)
     if collective == "reduce_scatter":
-        folded = place_scratch(nranks, rank)
+        folded = place_scratch(nranks - 1, rank)
         yield [*_wait(nranks, rank, 1), *_reduce(nranks, rank, folded), *_notify(nranks, rank)]
         yield [*_wait(nranks, rank, 2), Copy(own, folded), *_take_back(nranks, rank, 2)]
         return
@@ -125,7 +125,8 @@ def _take_back(nranks: int, rank: int, credits: int) -> list[Step]:
 def _reduce(nranks: int, rank: int, dst: Place) -> list[Step]:
     """Fold row `rank` of all windows, in rank order; one's own contribution is in one's own window."""
     peers = _peers(nranks, rank)
-    rows = {rank: place_window(rank, rank), **{peer: place_scratch(peer, rank) for peer in peers}}
+    rows = {rank: place_window(rank, rank)}
+    rows.update((peer, place_scratch(peer - (peer > rank), rank)) for peer in peers)
     gets: list[Step] = [Get(peer, rows[peer], place_window(rank, rank)) for peer in peers]
     return [*gets, Fold(dst, tuple(rows[peer] for peer in range(nranks)))]
 
