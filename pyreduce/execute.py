@@ -180,7 +180,8 @@ class Plan:
         self.bytes_put, self.bytes_got = self._count_bytes(Put), self._count_bytes(Get)
         self.result: list[Where] = []
         if self.divisor:
-            self.result = [self._where(place) for place in result or [Place(OUTPUT, b) for b in self._output_blocks()]]
+            divided = [Place(OUTPUT, b) for b in self._output_blocks()] if result is None else result
+            self.result = [self._where(place) for place in divided]
         self.in_place_safe = in_place_safe(program)
         if program.collective == "reduce_scatter":
             self.in_place_safe &= call.counts[0] >= call.counts[call.rank]

@@ -384,8 +384,9 @@ class Signal:
         return [int(count) if there else None for count, there in zip(counts, known, strict=True)]
 
     def _blame(self, cell: Cell, counts: list[int | None]) -> tuple[list[int], str]:
-        """Which ranks a wait misses, and in words: the rank that the cell is for, if there is a cell, or a row of cells,
-        for each rank; else those that have notified it least.
+        """Which ranks a wait misses, and in words.
+
+        If the signal has a cell, or a row of cells, for each rank: that rank. Else those that have notified it least.
         """
         owner = self.owner
         others = [rank for rank in range(owner.size) if rank != owner.rank]

@@ -169,7 +169,7 @@ class Simulation(Generic[Value]):
         return self._place_in_calls(rank)[0] % self.turns
 
     def _cell_of(self, rank: int, owner: int, index: int) -> tuple[int, int, int]:
-        """The cell of `owner` that `rank` means. With turns, a call spends all its credits, and the next begins at 0."""
+        """The cell of `owner` that `rank` means. With turns, a call spends all its credits: the next begins at 0."""
         return owner, self._place_in_calls(rank)[0] if self.turns > 1 else 0, index
 
     def _named_round(self, rank: int, number: int | None = None) -> str:

