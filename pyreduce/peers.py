@@ -275,10 +275,12 @@ class Peers:
         self.hear(number, None, 0)
         for source, notice in self._pending.items():
             if notice.kind not in QUIET and notice.number <= number:
-                what = notice.detail or f"failed ({notice.kind})"
-                error = BrokenCommunicatorError(f"{where}: rank {source} left in call {notice.number}: {what}")
+                told = notice.detail  # of a rank that has joined: what it was told itself
+                if notice.kind != "joined" or not told:
+                    told = f"rank {source} left in call {notice.number}: {notice.detail or notice.kind}"
+                error = BrokenCommunicatorError(f"{where}: {told}")
                 self.broken = error
-                self._tell(Notice("joined", number, (), 0, ""))
+                self._tell(Notice("joined", number, (), 0, told))
                 raise error
 
     def _arrived(self) -> list[tuple[int, Notice]]:

@@ -174,7 +174,7 @@ class Simulation(Generic[Value]):
 
     def _named_round(self, rank: int, number: int | None = None) -> str:
         call, within = divmod(self._round[rank] if number is None else number, len(self.programs[rank].rounds))
-        return f"round {within + 1}" + (f" of call {call + 1}" if self.calls > 1 and call else "")
+        return f"round {within + 1}" + (f" of call {call + 1}" if self.calls > 1 else "")
 
     def _start_round(self, rank: int) -> list[int]:
         """Post the sends, receives and waits of a rank's round, match what can be; ranks whose round may be over."""

@@ -205,3 +205,68 @@ def test_train_digits_gradient(train_digits: ModuleType, hidden: int) -> None:
 def test_train_digits_weights_divide_unevenly(train_digits: ModuleType) -> None:
     weights = train_digits.initial_weights(train_digits.parse_options([]).hidden)
     assert all(len(weights) % nranks for nranks in (2, 3, 4))
+
+
+@pytest.fixture
+def reduce_scatter() -> ModuleType:
+    return load("reduce_scatter")
+
+
+@pytest.mark.parametrize("transport", ["shared", "rma"])
+@pytest.mark.parametrize("mode", ["hand", "builtin"])
+def test_reduce_scatter_is_golden(reduce_scatter: ModuleType, run: Run, mode: str, transport: str) -> None:
+    for size in ("2", "64", "5000"):
+        assert run(reduce_scatter, "--mode", mode, "--size", size, "--transport", transport) == (0, "OK\n")
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="mistakes show on two ranks or more")
+@pytest.mark.parametrize(
+    ("mistake", "shows", "mend"),
+    [
+        (
+            "own-block",
+            r"rank 0: .*short by exactly its own block\nrank 1: .*short by exactly its own block",
+            "row of the",
+        ),
+        ("row-zero", r"rank 0: .*: equal\nrank 1: .*this is block 0", "row of its own number"),
+        ("offset", r"rank 0: .*: equal\nrank 1: .*the block begins 1 elements early", r"c \* SIZE"),
+        (
+            "one-barrier",
+            r"rank 0 writes slot 1 .* rank 1 may still read it .*write-after-read race",
+            "a second barrier",
+        ),
+    ],
+)
+def test_reduce_scatter_mistakes(reduce_scatter: ModuleType, run: Run, mistake: str, shows: str, mend: str) -> None:
+    status, text = run(reduce_scatter, "--break", mistake)
+    assert status == 1
+    assert text.startswith(f"--break {mistake}, {MPI.COMM_WORLD.size} ranks")
+    assert re.search(shows, text), text
+    assert re.search(mend, text)
+    assert "\nMend: " in text
+    assert text.endswith("\nWRONG\n")
+
+
+def test_reduce_scatter_notices_a_wrong_result(
+    reduce_scatter: ModuleType, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = reduce_scatter.golden
+    monkeypatch.setattr(reduce_scatter, "golden", lambda rank, *rest: right(rank, *rest) + (rank == 0))
+    status, text = run(reduce_scatter)
+    assert status == 1
+    assert "rank 0: got" in text
+    assert text.endswith("WRONG\n")
+
+
+def test_reduce_scatter_refuses_options_that_make_no_sense(
+    reduce_scatter: ModuleType, world: MPI.Intracomm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {
+        "needs at least 2": ["--size", "1"],
+        "--mode hand": ["--break", "offset", "--mode", "builtin"],
+        "invalid choice": ["--break", "two-barriers"],
+    }
+    for text, argv in refused.items():
+        with pytest.raises(SystemExit):
+            reduce_scatter.main(argv)
+        assert text in capsys.readouterr().err or world.size == 1

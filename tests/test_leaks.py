@@ -7,11 +7,12 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
 import pyreduce as pr
 
 SCALE = float(os.environ.get("LEAK_SCALE", 1))
-CALLS, COMMUNICATORS = int(2_500 * SCALE), int(250 * SCALE)
+CALLS, COMMUNICATORS, WINDOWS = int(2_500 * SCALE), int(250 * SCALE), int(1_250 * SCALE)
 ALLOWED = 2 << 20  # bytes after warm-up, over 10,000 calls or 1,000 communicators
 
 
@@ -66,11 +67,39 @@ def test_memory_is_flat_over_many_communicators(world):
     def make_communicators(number: int) -> None:
         for i in range(number):
             if i % 2:
-                with pr.Communicator(world) as k:
-                    k.allreduce(np.ones(10), algorithm="ring")
+                transport = ("shared", "rma", None, None)[i // 2 % 4]
+                with pr.Communicator(world, transport=transport) as k:
+                    k.allreduce(np.ones(10), algorithm="ring" if transport is None else "mesh")
             else:
                 duplicate = world.Dup()
                 pr.allreduce(np.ones(10), comm=duplicate, algorithm="naive")
                 duplicate.Free()
 
     assert grow(make_communicators, COMMUNICATORS) * 1_000 / COMMUNICATORS < ALLOWED
+
+
+@pytest.mark.parametrize("transport", ["shared", "rma"])
+def test_row_21_memory_is_flat_over_many_windows_and_signals(world, transport):
+    """200 alive at once, made and closed in every order, all in use; as many of each kind."""
+    rng = np.random.default_rng(5)
+    with pr.Communicator(world, transport=transport) as k:
+        alive: list[pr.Window | pr.Signal] = []
+
+        def make_windows(number: int) -> None:
+            for i in range(number):
+                if len(alive) >= 200:
+                    for _ in range(2):
+                        alive.pop(rng.integers(len(alive))).close()
+                w = k.window((k.size, int(rng.integers(1, 2000))), np.int32)
+                s = k.signal((k.size, 1 + i % 2) if i % 3 else k.size)
+                w.local[...] = k.rank
+                if s.size == k.size:
+                    assert (w.reduce_scatter(s) == sum(range(k.size))).all()
+                    assert not w.local[:, :0].size
+                alive.extend((w, s))
+
+        make_windows(100)
+        chunks = sum(held.chunk.nbytes for held in k._arena._held)
+        assert grow(make_windows, WINDOWS) * 5_000 / WINDOWS < ALLOWED
+        assert sum(held.chunk.nbytes for held in k._arena._held) <= 2 * chunks
+        assert len(alive) >= 199

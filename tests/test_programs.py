@@ -11,7 +11,22 @@ import pytest
 from helpers import COLLECTIVES, MODES, call, fold_orders, run_checked
 
 import pyreduce as pr
-from pyreduce import Copy, Fold, Recv, Send, algorithms, blocks, place_input, place_output, place_scratch
+from pyreduce import (
+    Copy,
+    Fold,
+    Get,
+    Notify,
+    Put,
+    Recv,
+    Send,
+    Wait,
+    algorithms,
+    blocks,
+    place_input,
+    place_output,
+    place_scratch,
+    place_window,
+)
 from pyreduce.programs import Cost, Place, Program, build, in_place_safe, output_blocks
 from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols, format_symbol, verify
@@ -78,6 +93,8 @@ def test_costs_are_as_promised(algorithm: str, collective: str) -> None:
     for nranks in (1, 2, 3, 4, 5, 8, 13, 16, 64):
         for program in algorithms.get(algorithm).programs(collective, nranks):
             assert program.cost() == promised_cost(algorithm, collective, nranks), (nranks, program.rank)
+        programs = algorithms.get(algorithm).programs(collective, nranks)
+        assert len({(program.window, program.cells) for program in programs}) == 1  # peers' windows are laid out alike
 
 
 class Overlay(Simulation[Any]):
@@ -301,6 +318,22 @@ WRONG_STEPS = {
     "a block out of range": ([Copy(place_output(3), place_input(3))], r"out of range; blocks are 0\.\.2"),
     "a negative slot": ([Recv(1, place_scratch(-1, 0))], "out of range"),
     "no step": (["send"], r"'send' is not a step \(Send, Recv, Fold, Copy, Put, Get, Notify, Wait\)"),
+    "a put to itself": ([Put(0, place_window(0, 0), place_input(0))], "talks to its own rank; use Copy"),
+    "a get from a peer out of range": ([Get(3, place_scratch(0, 0), place_window(0, 0))], "names peer 3"),
+    "a get from what is no window": ([Get(1, place_scratch(0, 0), place_output(0))], "only windows can be reached"),
+    "a get into the input": ([Get(1, place_input(0), place_window(0, 0))], "writes to the input, which is read-only"),
+    "a put of another block": ([Put(1, place_window(0, 1), place_input(0))], "mixes blocks 0 and 1"),
+    "a notify of nobody": ([Notify(3, 0)], "names peer 3"),
+    "a notify of nothing": ([Notify(1, 0, 0)], "credits are given to peers|adds nothing"),
+    "a credit taken from a peer": ([Notify(1, 0, -1)], "taken back from oneself"),
+    "a credit given to itself": ([Notify(0, 0, 1)], "taken back from oneself"),
+    "a wait for nothing": ([Wait(0, 0)], "waits for nothing: a cell holds 0 at the start"),
+    "a negative cell": ([Wait(-1)], "cells from 0 on"),
+    "a cell that is no number": ([Notify(1, "a")], "cells and values are integers"),
+    "a get over a block being sent": (
+        [Send(1, place_scratch(0, 0)), Get(1, place_scratch(0, 0), place_window(0, 0))],
+        r"writes to \('scratch', 0\) while a send reads it",
+    ),
     "no place": ([Send(1, "input")], "'input' is not a place in input, output or scratch"),
     "no such space": ([Send(1, Place("cloud", 0))], "is not a place in input, output or scratch"),
     "no sequence": (42, "round 1 is 42, not a sequence of steps"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import lru_cache
 
 from pyreduce.algorithms.mesh import mesh
@@ -48,7 +49,11 @@ class Algorithm:
         if not self.trusted and nranks > VERIFIED_UP_TO and (collective, nranks) not in self._verified:
             verify(self.name, self.rounds, collective, nranks)
             self._verified.add((collective, nranks))
-        return _build(self, collective, nranks, rank)
+        program = _build(self, collective, nranks, rank)
+        if self.trusted or not (program.window or program.cells):  # ours name as many on every rank: tested
+            return program
+        window, cells = _symmetric(self, collective, nranks)
+        return changed(program, window=window, cells=cells)
 
     def fingerprint(self, collective: str, nranks: int) -> str:
         """A digest of all ranks' programs, equal on all ranks if they registered the same; of ours, nothing."""
@@ -65,6 +70,13 @@ class Algorithm:
 @lru_cache(maxsize=1024)
 def _build(algorithm: Algorithm, collective: str, nranks: int, rank: int) -> Program:
     return build(algorithm.name, algorithm.rounds, collective, nranks, rank)
+
+
+@lru_cache(maxsize=64)
+def _symmetric(algorithm: Algorithm, collective: str, nranks: int) -> tuple[int, int]:
+    """Window slots and cells that some rank's program names: every rank has as many, for they lie at one place."""
+    programs = [_build(algorithm, collective, nranks, rank) for rank in range(nranks)]
+    return max(program.window for program in programs), max(program.cells for program in programs)
 
 
 _ALGORITHMS: dict[str, Algorithm] = {

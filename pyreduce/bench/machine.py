@@ -40,7 +40,6 @@ class Machine:
     ranks_on_node: int
     cores: int
     cpu: str
-    host: str
 
     @property
     def oversubscribed(self) -> bool:
@@ -49,7 +48,7 @@ class Machine:
 
 
 def describe_machine(comm: MPI.Intracomm) -> Machine:
-    """Collective; the same on every rank but for `host` and `cpu`."""
+    """Collective; the same on every rank but for `cpu`."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     cores = len(frozenset().union(*node.allgather(_affinity())))
     crowds = comm.allgather((node.size / cores, node.size, cores, node.rank == 0))
@@ -69,7 +68,6 @@ def describe_machine(comm: MPI.Intracomm) -> Machine:
         ranks_on_node=ranks_on_node,
         cores=cores,
         cpu=_name_cpu(),
-        host=platform.node(),
     )
 
 
