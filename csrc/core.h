@@ -70,7 +70,7 @@ int64_t pr_cell_read(uintptr_t cell);
 /* Replace expected by desired; returns what was there, which is expected if it succeeded. */
 int64_t pr_cell_compare_and_swap(uintptr_t cell, int64_t expected, int64_t desired);
 
-/* Look up to so many times whether the cell is at least, or exactly, expected: 1 if so, then as an acquire, else 0. */
+/* Look up to so many times (one at least) whether the cell is at least, or exactly, expected: 1 if so, then as an acquire, else 0. */
 int pr_cell_look(uintptr_t cell, int64_t expected, int times);
 int pr_cell_look_equal(uintptr_t cell, int64_t expected, int times);
 
