@@ -51,6 +51,9 @@ int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, i
 /* pr_fold of two sources: saves Python a list, a third of the cost of a call. */
 int pr_fold2(int op, int dtype, size_t n, uintptr_t out, uintptr_t first, uintptr_t second);
 
+/* Copy bytes; they may overlap. */
+void pr_copy(size_t nbytes, uintptr_t out, uintptr_t src);
+
 /* out[i] = src[i] / divisor, rounded once (float16 and bfloat16 through float32, complex by component). out may be src.
  * divisor is a number of ranks: positive and exact in float32. */
 int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor);

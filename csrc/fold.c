@@ -100,6 +100,11 @@ int pr_fold2(int op, int dtype, size_t n, uintptr_t out, uintptr_t first, uintpt
     return pr_fold(op, dtype, n, out, srcs, 2);
 }
 
+void pr_copy(size_t nbytes, uintptr_t out, uintptr_t src)
+{
+    memmove((void *)out, (const void *)src, nbytes);
+}
+
 int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor)
 {
     const struct pr_kernels *table = pr_choose_kernels();

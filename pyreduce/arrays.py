@@ -89,10 +89,13 @@ def _overlaps_itself(array: Array) -> bool:
     return False
 
 
+_UINTPTR, _cast, _from_buffer = ffi.typeof("uintptr_t"), ffi.cast, ffi.from_buffer
+
+
 def address(array: Array) -> int:
     """Address of an array's first element."""
     try:
-        return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))
+        return int(_cast(_UINTPTR, _from_buffer(array)))
     except (TypeError, ValueError, BufferError):  # bfloat16 arrays have no buffer protocol
         return int(array.__array_interface__["data"][0])
 

@@ -292,9 +292,9 @@ def fold(
         check(code)
 
 
-def copy(nbytes: int, out: int, src: int) -> None:
+def copy(nbytes: int, out: int, src: int, _copy: Any = lib.pr_copy) -> None:
     """Copy bytes from one address to another."""
-    check(lib.pr_fold(lib.PR_SUM, lib.PR_UINT8, nbytes, out, [src], 1))
+    _copy(nbytes, out, src)
 
 
 def divide(dtype: int, n: int, out: int, src: int, divisor: float) -> None:

@@ -104,7 +104,7 @@ class Signal:
         self._own: dict[Any, int] = {}
         self._barrier: tuple[Plan, Room] | None = None
         self._shared = self._chunk.shared
-        self._looks = self._chunk.looks if self._shared else 1
+        self._looks = self._chunk.looks
         self._counts = self._chunk.memory.cast("B").cast("q")
         owner.keep(self)
         owner.peers.tell_when_broken(self)
@@ -166,15 +166,15 @@ class Signal:
             if self._shared:
                 (_set if replace else _add)(target[0], value, target[1])
                 return
+            if type(value) is not int:
+                value = value.__index__()
             if not LEAST <= value <= MOST:
                 raise OverflowError
-            value = value.__index__()
         except (TypeError, OverflowError, AttributeError):
             raise self._bad_value("notify", value) from None
+        self._chunk.notify_now(peer, target[0], value, replace)
         if target[1]:
             self._counts[target[1]] += 1
-        self._chunk.notify(peer, target[0], value, replace)
-        self._chunk.flush(peer)
 
     def wait(self, cell: Cell, expected: int, cmp: WaitCmp = _GE, timeout: float | None = None) -> None:
         """Wait until this rank's cell is at least (or exactly) `expected`.
@@ -203,12 +203,14 @@ class Signal:
             address = self._find_own(cell, "wait")
         equal = cmp is not _GE and self._check_cmp(cmp)
         try:
-            if (_look_equal if equal else _look)(address, expected, self._looks):
-                if not self._shared:
-                    self._chunk.fence()
-                return
-            if not self._shared and self._chunk.wait(address, expected, equal):
-                return
+            if self._shared:
+                if (_look_equal if equal else _look)(address, expected, self._looks):
+                    return
+            else:
+                if not (type(expected) is int and LEAST <= expected <= MOST):
+                    expected = self._checked_value("wait", expected)
+                if self._chunk.wait(address, expected, equal):
+                    return
         except (TypeError, OverflowError):
             raise self._bad_value("wait", expected) from None
         self._wait_long(cell, address, expected, equal, timeout)
@@ -264,9 +266,16 @@ class Signal:
 
     def check_notify(self, peer: int, cell: Cell, value: int, op: NotifyOp) -> None:
         """Raise what `notify` would raise, and do nothing."""
-        self._find(peer, cell)
-        replaces = self._check_op(op)
-        if not self._checked_value("notify", value) and not replaces:
+        try:
+            known = (peer, cell) in self._targets
+        except TypeError:
+            known = False
+        if not known:
+            self._find(peer, cell)
+        replaces = op is not _ADD and self._check_op(op)
+        if not (type(value) is int and LEAST <= value <= MOST):
+            self._checked_value("notify", value)
+        if value == 0 and not replaces:
             raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
 
     def check_usable(self, what: str) -> None:

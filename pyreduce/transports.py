@@ -37,13 +37,12 @@ PAGE = 4096
 ROOT_REFERENCES = 2  # of a chunk that nobody has a view of: the attribute, and the argument of getrefcount
 LOOKS_WITH_A_CORE = 1000  # looks at a cell before the core is yielded, when every rank has one
 LOOKS_CROWDED = 20
-LOOKS_BETWEEN_POKES = 4  # the MPI may have to make progress for the notify to come in
-POKES_WITH_A_CORE = 50  # before the core is yielded
+POKES_WITH_A_CORE = 50  # the same over MPI, where a look goes with a poke: the notify may need the MPI's progress
 SHARED_WAIT_NS = 1_000_000
 VALUES_KEPT = 64
 
 
-_WORD, _SUM, _REPLACE = MPI.INT64_T, MPI.SUM, MPI.REPLACE
+_WORD, _BYTE, _SUM, _REPLACE, _memory = MPI.INT64_T, MPI.BYTE, MPI.SUM, MPI.REPLACE, MPI.buffer.fromaddress
 
 
 class Chunk(Protocol):
@@ -71,6 +70,9 @@ class Chunk(Protocol):
 
     def notify(self, peer: int, target: Any, value: int, replace: bool = False) -> None:
         """Add to a peer's cell, or set it; this rank's stores to its own part come before."""
+
+    def notify_now(self, peer: int, target: Any, value: int, replace: bool = False) -> None:
+        """`notify` and `flush` in one."""
 
     def flush(self, peer: int) -> None:
         """Complete everything that has been started with a peer."""
@@ -149,6 +151,8 @@ class SharedChunk(_Window):
     def notify(self, peer: int, target: int, value: int, replace: bool = False) -> None:
         (lib.pr_cell_set if replace else lib.pr_cell_add)(target, value, 0)
 
+    notify_now = notify
+
     def flush(self, peer: int) -> None:
         """Loads and stores are complete as they are."""
 
@@ -187,7 +191,8 @@ class RmaChunk(_Window):
         self._limit = limit
         self._values: dict[int, tuple[Any, int, MPI.Datatype]] = {}
         self._swapped = [np.zeros(1, np.int64) for _ in range(3)]
-        self._pokes = 1 if crowded else POKES_WITH_A_CORE
+        self._pokes = range(1 if crowded else POKES_WITH_A_CORE)
+        self._poke, self._words = comm.Iprobe, self.memory.cast("B").cast("q")
         self._late: list[object] = []  # gets that may still come
         self._fence = self._win.Sync
         self._accumulate, self.flush = self._win.Accumulate, self._win.Flush
@@ -198,18 +203,22 @@ class RmaChunk(_Window):
     def put(self, peer: int, offset: int, source: int, nbytes: int) -> None:
         if peer == self._rank:
             ops.copy(nbytes, self.base + offset, source)
-            return
-        for at in range(0, nbytes, self._limit):
-            n = min(nbytes - at, self._limit)
-            self._win.Put([MPI.buffer.fromaddress(source + at, n), n, MPI.BYTE], peer, (offset + at, n, MPI.BYTE))
+        elif nbytes <= self._limit:
+            self._win.Put(_memory(source, nbytes), peer, (offset, nbytes, _BYTE))
+        else:
+            for at, n in self._cut(nbytes):
+                self._win.Put(_memory(source + at, n), peer, (offset + at, n, _BYTE))
 
     def get(self, peer: int, offset: int, target: int, nbytes: int) -> None:
         if peer == self._rank:
             ops.copy(nbytes, target, self.base + offset)
-            return
-        for at in range(0, nbytes, self._limit):
-            n = min(nbytes - at, self._limit)
-            self._win.Get([MPI.buffer.fromaddress(target + at, n), n, MPI.BYTE], peer, (offset + at, n, MPI.BYTE))
+        else:
+            for at, n in self._cut(nbytes):
+                self._win.Get(_memory(target + at, n), peer, (offset + at, n, _BYTE))
+
+    def _cut(self, nbytes: int) -> list[tuple[int, int]]:
+        """Pieces of at most the message limit: where each begins, and its bytes."""
+        return [(at, min(nbytes - at, self._limit)) for at in range(0, nbytes, self._limit)]
 
     def target(self, peer: int, offset: int) -> tuple[int, int, MPI.Datatype]:
         return offset, 1, _WORD
@@ -220,6 +229,14 @@ class RmaChunk(_Window):
             buffer = self._keep(value)
         self._fence()
         self._accumulate(buffer, peer, target, _REPLACE if replace else _SUM)
+
+    def notify_now(self, peer: int, target: tuple[int, int, MPI.Datatype], value: int, replace: bool = False) -> None:
+        buffer = self._values.get(value)
+        if buffer is None:
+            buffer = self._keep(value)
+        self._fence()
+        self._accumulate(buffer, peer, target, _REPLACE if replace else _SUM)
+        self.flush(peer)
 
     def _keep(self, value: int) -> tuple[Any, int, MPI.Datatype]:
         """A buffer that holds a value, and is not written again: MPI reads it until the flush."""
@@ -261,18 +278,19 @@ class RmaChunk(_Window):
         return lib.pr_cell_read(cell)
 
     def wait(self, cell: int, expected: int, equal: bool) -> bool:
-        look = lib.pr_cell_look_equal if equal else lib.pr_cell_look
-        fence, poke = self._fence, self._comm.Iprobe
-        for _ in range(self._pokes):
-            fence()
-            if look(cell, expected, LOOKS_BETWEEN_POKES):
+        # An aligned word of a memoryview is loaded in one piece; what it orders, the fence after it does.
+        words, number, poke = self._words, (cell - self.base) >> 3, self._poke
+        for _ in self._pokes:
+            held = words[number]
+            if held == expected or (held > expected and not equal):
+                self._fence()
                 return True
             poke()
         os.sched_yield()
         return False
 
     def poke(self) -> None:
-        self._comm.Iprobe()
+        self._poke()
 
     def fence(self) -> None:
         self._fence()

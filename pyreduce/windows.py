@@ -28,6 +28,7 @@ from pyreduce.signals import Cell, NotifyOp, Signal, check_shape
 __all__ = ["Window", "make_window"]
 
 PLANS_KEPT = 16
+REGIONS_KEPT = 1024
 
 
 def make_window(owner: OneSided, shape: Any, dtype: Any, timeout: float | None) -> Window:
@@ -68,6 +69,7 @@ class Window:
         nbytes = math.prod(shape) * dtype.itemsize
         self._local: Array = region.chunk.root[self._start : self._start + nbytes].view(dtype).reshape(shape)
         self._plans: dict[Any, tuple[Plan, Room]] = {}
+        self._regions: dict[Any, tuple[int, tuple[int, ...]]] = {}
         owner.keep(self)
 
     def __enter__(self) -> Window:
@@ -118,8 +120,12 @@ class Window:
         BrokenCommunicatorError
         """
         offset, _, source = self._prepare("put", peer, index, array)
-        if source.nbytes:
-            self._chunk.put(peer, offset, address(source), source.nbytes)
+        self._put(peer, offset, source)
+
+    def _put(self, peer: int, offset: int, source: Array) -> None:
+        nbytes = source.nbytes
+        if nbytes:
+            self._chunk.put(peer, offset, address(source), nbytes)
             self._chunk.flush(peer)
 
     def get(self, peer: int, index: Any = ...) -> Array:
@@ -136,10 +142,10 @@ class Window:
             Of the region's shape; 0-dimensional if `index` names one element.
         """
         self._check_peer("get", peer)
-        view = self._view("get", index)
-        out = np.empty(view.shape, self.dtype)
+        offset, shape = self._region_of("get", index)
+        out = np.empty(shape, self.dtype)
         if out.nbytes:
-            self._chunk.get(peer, self._offset_of(view), address(out), out.nbytes)
+            self._chunk.get(peer, offset, address(out), out.nbytes)
             self._chunk.flush(peer)
             self._chunk.fence()
         return out
@@ -168,7 +174,7 @@ class Window:
         BrokenCommunicatorError
         """
         _, codes = self._check_op("accumulate", op, "who would divide?")
-        offset, view, source = self._prepare("accumulate", peer, index, array)
+        offset, shape, source = self._prepare("accumulate", peer, index, array)
         if not source.nbytes:
             return
         chunk = self._chunk
@@ -178,7 +184,7 @@ class Window:
             if where:
                 ops.fold(codes, source.size, where + offset, [where + offset, address(source)])
             else:
-                held = np.empty(view.shape, self.dtype)
+                held = np.empty(shape, self.dtype)
                 chunk.get(peer, offset, address(held), held.nbytes)
                 chunk.flush(peer)
                 ops.fold(codes, source.size, address(held), [address(held), address(source)])
@@ -194,7 +200,8 @@ class Window:
         """`put`, then ``signal.notify(peer, cell, value, op)``: who waits for the cell finds the data."""
         self._check_signal("put_notify", signal)
         signal.check_notify(peer, cell, value, op)
-        self.put(peer, index, array)
+        offset, _, source = self._prepare("put", peer, index, array)
+        self._put(peer, offset, source)
         signal.notify(peer, cell, value, op)
 
     def reduce_scatter(self, signal: Signal, op: Op | str = SUM, *, timeout: float | None = None) -> Array:
@@ -262,26 +269,45 @@ class Window:
 
     def _check_peer(self, what: str, peer: Any) -> None:
         self._check_open(what)
-        if not isinstance(peer, int | np.integer):
+        if type(peer) is not int and not isinstance(peer, int | np.integer):
             raise TypeError(self._worded(what, f"peer must be a rank, an int, got {peer!r}"))
         if not 0 <= peer < self._owner.size:
             raise ValueError(self._worded(what, f"there is no rank {peer}; ranks are 0..{self._owner.size - 1}"))
 
-    def _view(self, what: str, index: Any) -> Array:
-        """The region of one's own part that an index names; it lies at the same place in every part."""
+    def _region_of(self, what: str, index: Any) -> tuple[int, tuple[int, ...]]:
+        """Offset in any rank's part, and shape, of the region that an index names; remembered for the next time."""
+        try:
+            return self._regions[index]
+        except (KeyError, TypeError):  # slices have no hash before Python 3.12
+            pass
         parts = index if isinstance(index, tuple) else (index,)
+        key = tuple([(slice, p.start, p.stop, p.step) if type(p) is slice else p for p in parts])
+        try:
+            return self._regions[key]
+        except (KeyError, TypeError):
+            pass
+        view = self._view(what, index, parts)
+        region = address(view) - self._chunk.base if view.nbytes else self._start, view.shape
+        if len(self._regions) >= REGIONS_KEPT:
+            self._regions.clear()
+        try:
+            self._regions[index] = region
+        except TypeError:
+            self._regions[key] = region
+        return region
+
+    def _view(self, what: str, index: Any, parts: tuple[Any, ...]) -> Array:
+        """The region of one's own part that an index names; it lies at the same place in every part."""
         for part in parts:
-            if part is not ... and not isinstance(part, slice) and not isinstance(part, int | np.integer):
+            if isinstance(part, bool) or not (part is ... or isinstance(part, slice | int | np.integer)):
                 raise TypeError(
                     self._worded(what, f"an index is made of ints, slices and ..., got {part!r}; that region need not "
                                  "be contiguous")
                 )  # fmt: skip
-            if isinstance(part, bool):
-                raise TypeError(self._worded(what, "an index is made of ints, slices and ..., got a bool"))
         if not any(part is ... for part in parts):
             parts = (*parts, ...)
         try:
-            view = self._local[parts]
+            view: Array = self._local[parts]
         except (IndexError, TypeError, ValueError) as error:
             raise type(error)(
                 self._worded(what, f"index {index!r} for a window of shape {self.shape}: {error}")
@@ -293,13 +319,10 @@ class Window:
             )  # fmt: skip
         return view
 
-    def _offset_of(self, view: Array) -> int:
-        return address(view) - self._chunk.base
-
-    def _prepare(self, what: str, peer: Any, index: Any, array: Any) -> tuple[int, Array, Array]:
+    def _prepare(self, what: str, peer: Any, index: Any, array: Any) -> tuple[int, tuple[int, ...], Array]:
         """Where a region lies, and the array that goes there, contiguous; all that can be wrong is found here."""
         self._check_peer(what, peer)
-        view = self._view(what, index)
+        offset, shape = self._region_of(what, index)
         try:
             source = as_array(array, "array")
         except TypeError as error:
@@ -312,11 +335,11 @@ class Window:
                     self._worded(what, f"the window holds {self.dtype}, the array {source.dtype}; pass "
                                  f"array.astype({str(self.dtype)!r})")
                 )  # fmt: skip
-        if source.shape != view.shape:
-            raise ValueError(self._worded(what, f"the region has shape {view.shape}, the array {source.shape}"))
+        if source.shape != shape:
+            raise ValueError(self._worded(what, f"the region has shape {shape}, the array {source.shape}"))
         if not source.flags.c_contiguous:
-            source = np.ascontiguousarray(source).reshape(view.shape)
-        return self._offset_of(view) if view.nbytes else self._start, view, source
+            source = np.ascontiguousarray(source).reshape(shape)
+        return offset, shape, source
 
     def _number_as_element(self, what: str, number: complex) -> Array:
         """A plain number as an element of the window, if it can be one."""

@@ -1,4 +1,4 @@
-"""The cells of csrc/cells.c under the thread, address and undefined-behaviour sanitizers, threads standing for ranks."""
+"""The cells of csrc/cells.c under the thread, address and undefined-behaviour sanitizers, threads in place of ranks."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ WRONG: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("put", (0, [0, 1], np.ones((2, 4))), TypeError, "an index is made of ints, slices and"),
     ("put", (0, np.array([0]), np.ones((1, 4))), TypeError, "an index is made of ints"),
     ("put", (0, None, np.ones((1, 3, 4))), TypeError, "an index is made of ints"),
-    ("put", (0, True, np.ones((1, 3, 4))), TypeError, "got a bool"),
+    ("put", (0, True, np.ones((1, 3, 4))), TypeError, "got True"),
     ("put", (0, "a", np.ones(4)), TypeError, "an index is made of ints"),
     ("put", (0, 1.0, np.ones(4)), TypeError, "an index is made of ints"),
     ("put", (0, 0, np.ones(3)), ValueError, "the region has shape (4,), the array (3,)"),
