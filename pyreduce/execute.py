@@ -581,6 +581,8 @@ class Execution:
                 turn = self._turns[number]
                 if turn.data is not turn.cells:
                     turn.data.fence()
+                if peer in notified:
+                    turn.cells.flush(peer)
                 turn.cells.notify(peer, turn.cells.target(peer, turn.offset + dst * CELL), srcs * self._credit)
                 notified.add(peer)
                 continue
