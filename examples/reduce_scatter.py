@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     comm = MPI.COMM_WORLD
     parser: Any = argparse.ArgumentParser(description="reduce_scatter from a window and signals.")
-    parser.add_argument("--mode", choices=["hand", "builtin"], default="hand")
+    parser.add_argument("--mode", choices=["hand", "builtin"], default="hand", help="default: hand")
     parser.add_argument("--size", type=int, default=64, metavar="N", help="elements of a block, default 64")
     parser.add_argument("--break", dest="mistake", choices=LESSONS, help="make this mistake, and see how it shows")
     parser.add_argument("--transport", choices=["shared", "rma"], help="default: by where the ranks are")
@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.size < 2:
         parser.error(f"--size {options.size}: needs at least 2")
     if options.mistake and comm.size < 2:
-        parser.error("--break shows nothing on one rank; start it with mpirun -n 4")
+        parser.error("--break shows nothing on one rank; start it on two or more")
     if options.mistake in ("own-block", "row-zero", "offset") and options.mode == "builtin":
         parser.error(f"--break {options.mistake} is a mistake that only --mode hand can make")
     with pr.Communicator(comm, transport=options.transport) as c:

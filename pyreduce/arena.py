@@ -205,7 +205,13 @@ class Arena:
             return REFUSED, None
         held = _Held(chunk, self._made)
         self._held.append(held)
+        self._join()
         return GOT, held
+
+    def _join(self) -> None:
+        """Tell the chunks of each other: a signal in one orders data in another."""
+        for held in self._held:
+            held.chunk.join([other.chunk for other in self._held])
 
     def _drop_unused(self) -> None:
         """Free chunks that nothing lies in, unless a user, on any rank, still has an array over one."""
@@ -213,12 +219,14 @@ class Arena:
             if not self._comm.allreduce(held.chunk.has_views(), MPI.LOR):
                 held.chunk.free()
                 self._held.remove(held)
+                self._join()
 
     def _undo(self, found: Region | None, fresh: _Held | None, told: list[int]) -> None:
         if found is not None:
             self._held_of(found).free.give_back(found.offset, found.nbytes)
         if fresh is not None:
             self._held.remove(fresh)
+            self._join()
             if REFUSED not in told:  # then every rank has it, and all can free it
                 fresh.chunk.free()
 

@@ -155,7 +155,10 @@ class Communicator:
         self._scratch_address = 0
         self._sites: set[tuple[str, ...]] = set()
         self._words: Plan | None = None
-        self._arena = Arena(self._comm, self._settings.transport, self._settings.message_bytes, self._agree)
+        # Two: what users make and close, in an order of their own, does not move what the calls of ours carve.
+        self._arena, self._room_arena = (
+            Arena(self._comm, self._settings.transport, self._settings.message_bytes, self._agree) for _ in range(2)
+        )
         self._room: Room | None = None
         self._room_region: Region | None = None
         self._one_sided = OneSided(self.rank, self.size, self._settings, self._peers, self._arena, self)
@@ -182,9 +185,10 @@ class Communicator:
             self._one_sided.close()
             if self._peers.drain(self._settings.timeout):
                 self._arena.close()
+                self._room_arena.close()
                 self._comm.Free()
             else:
-                keep_for_ever(self._arena)
+                keep_for_ever((self._arena, self._room_arena))
         self._comm = None
         self._room = None
         self._plans.clear()
@@ -558,10 +562,10 @@ class Communicator:
             ncells, window_bytes = plan.program.cells, plan.window_bytes
             if room is not None and self._room_region is not None:
                 ncells, window_bytes = max(ncells, room.ncells), max(window_bytes, room.window_bytes)
-                self._arena.give_back(self._room_region)
+                self._room_arena.give_back(self._room_region)
                 self._room = self._room_region = None
             lanes = self._settings.in_flight
-            region = self._arena.allocate(Room.size(lanes, ncells, window_bytes), plan.call, timeout)
+            region = self._room_arena.allocate(Room.size(lanes, ncells, window_bytes), plan.call, timeout)
             room = Room.carve(region.chunk, region.offset, lanes, ncells, window_bytes, self.size)
             self._room, self._room_region = room, region
         plan.bind(room.shared)

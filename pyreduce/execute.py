@@ -17,9 +17,10 @@ Tags
 
 Windows and cells
     The one-sided steps of a program happen in a `Room`: for every lane two sets of window and cells (`Turn`), used turn
-    about. Why two are enough: a program does not end on any rank before all ranks have begun it (`pyreduce.verify`
-    checks the consequence). So when a rank begins run m+2 on a lane, all ranks have begun run m+1, hence ended run m,
-    and nobody reads or writes its set of windows or cells any more.
+    about. Why two are enough: a program does not end on any rank before all ranks have begun it, since every rank's
+    result holds something of every rank's (and where a block is empty, the steps are the same). So when a rank begins
+    run m+2 on a lane, all ranks have begun run m+1, hence ended run m, and nobody reads or writes its set of windows or
+    cells any more. (`pyreduce.verify` plays three runs.)
 
     A credit carries the digest of its call: it is ``CREDIT + digest``, so a cell tells how many credits came, and that
     they came from the same call; a cell only grows, and what earlier runs have spent is subtracted. On a user's window
@@ -59,7 +60,7 @@ from pyreduce.programs import (
 )
 from pyreduce.transports import Chunk
 
-__all__ = ["CELL", "Execution", "Plan", "Room", "Tags"]
+__all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "Tags"]
 
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
@@ -72,6 +73,7 @@ CELL = 128  # bytes from one cell to the next: nobody else's traffic on its line
 TURNS = 2
 DIGEST_BITS = 32
 CREDIT_BITS = 48  # one credit is worth 1 << CREDIT_BITS and the digest: 2**16 of them add up without a carry
+LEAST_CREDIT = 1 << CREDIT_BITS - 1  # what a cell holds that is smaller is no credit of a call
 WORD = (1 << 64) - 1
 
 FOLD, COPY, PUT, GET, NOTIFY = range(5)
@@ -174,6 +176,7 @@ class Plan:
         self._lay_out(program, call, in_window)
         self.rounds: list[Round] = []
         self.shared: bool | None = None
+        self.credit = 0  # what a credit of this call is worth
         if not self.one_sided:
             self._compile_rounds()
         self.talking = program.cost().rounds
@@ -190,6 +193,9 @@ class Plan:
         """Compile the rounds for a transport: with shared memory, what is got for a fold is folded where it lies."""
         if self.shared is not shared:
             self.shared = shared
+            self.credit = 1 << CREDIT_BITS
+            if self.call.settings.check != "off":
+                self.credit += self.call.digest()
             self._compile_rounds()
 
     def _cut(self, call: Call, in_window: bool) -> None:
@@ -455,10 +461,8 @@ class Execution:
             (inp, out, scratch + lane * plan.lane_bytes) for lane in range(plan.lanes)
         ]
         self._turns: list[Turn] = []
-        self._credit = 0
+        self._credit = plan.credit
         if room is not None:
-            digest = 0 if plan.call.settings.check == "off" else plan.call.digest()
-            self._credit = (1 << CREDIT_BITS) + digest
             self._turns = [room.take(lane) for lane in range(plan.lanes)]
             self._bases = [base + turn.windows for base, turn in zip(self._bases, self._turns, strict=True)]
         # A lane: [segment, round, receives under way, sends under way, waits not yet satisfied]
@@ -522,8 +526,6 @@ class Execution:
                 turn.cells.poke()
                 return False
             waits.pop()
-        if turn.data is not turn.cells:
-            turn.data.fence()
         return True
 
     def _next_round(self, lane: list[Any]) -> None:
@@ -579,8 +581,6 @@ class Execution:
                 self._complete(self._turns[number].data, under_way)
             if kind == NOTIFY:
                 turn = self._turns[number]
-                if turn.data is not turn.cells:
-                    turn.data.fence()
                 if peer in notified:
                     turn.cells.flush(peer)
                 turn.cells.notify(peer, turn.cells.target(peer, turn.offset + dst * CELL), srcs * self._credit)

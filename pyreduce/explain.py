@@ -6,6 +6,7 @@ Prints the rounds of every rank, which rank holds what after each round, the fol
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -218,7 +219,8 @@ def cost_card(programs: Sequence[Program]) -> Iterator[str]:
     """Rounds, bytes, folds and scratch of the costliest rank; S is the bytes of the whole vector, in equal blocks."""
     nranks = len(programs)
     costs = [program.cost() for program in programs]
-    yield f"  rounds    {max(cost.rounds for cost in costs)}"
+    rounds, written = max(cost.rounds for cost in costs), max(len(program.rounds) for program in programs)
+    yield f"  rounds    {rounds}" + (f" in which a rank waits for peers, of {written}" if written > rounds else "")
     for label, values in (
         ("sends", [cost.sent for cost in costs]),
         ("receives", [cost.received for cost in costs]),
@@ -240,8 +242,8 @@ MODES: dict[str, tuple[RoundsFunction, int]] = {"hand": (mesh, 2), "builtin": (m
 
 WHY = """\
   hand writes its result where no peer reads, so one barrier is enough: all have staged before anyone reads. Its next
-  call must not stage over what a slow peer still reads, and does not: it has another window (algorithm="mesh" takes
-  two, turn about; a program that does it once needs no second).
+  call must not stage over what a slow peer still reads, and does not: it has another window and other cells
+  (algorithm="mesh" takes two sets, turn about; a program that does it once needs no second).
   builtin is a call on a window of the user's, and its result is a row of it. Whoever comes back may write to the window
   at once, so nobody may come back before all peers have read: the second barrier is the price of the result in place.
   The credits of both barriers are taken back at the end, so that the same signal serves the next call."""
@@ -294,7 +296,8 @@ def explain(
     programs = [build(algorithm, function, collective, nranks, rank) for rank in range(nranks)]
     report = verify(algorithm, function, collective, nranks, turns=turns)
     yield f"{collective} by {algorithm}, P={nranks} ranks" + (f", mode {mode}" if mode else "")
-    what = (sys.modules[function.__module__].__doc__ or "").strip().split("\n")[0]
+    module = sys.modules.get(function.__module__)  # none for a file that --load has run
+    what = ((module.__doc__ if module else function.__doc__) or "").strip().split("\n")[0]
     if what:
         yield f"  {what}"
     for rank in ranks if ranks is not None else range(nranks):
@@ -332,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--rank {rank}: ranks are 0..{options.ranks - 1}")
     try:
         if options.load:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
             runpy.run_path(options.load)
         for line in explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode):
             print(line)

@@ -88,6 +88,13 @@ class Notice:
     detail: str
 
 
+def _how_it_left(rank: int, notice: Notice) -> str:
+    """Words for a rank that will not come any more; without a fingerprint it was between two calls."""
+    if notice.fingerprint:
+        return f"rank {rank} left call {notice.number} by {notice.detail or notice.kind}"
+    return f"rank {rank} gave up before call {notice.number}: {notice.detail or notice.kind}"
+
+
 class _NotStarted:
     """Stands for a call of which nothing has been sent."""
 
@@ -277,7 +284,7 @@ class Peers:
             if notice.kind not in QUIET and notice.number <= number:
                 told = notice.detail  # of a rank that has joined: what it was told itself
                 if notice.kind != "joined" or not told:
-                    told = f"rank {source} left in call {notice.number}: {notice.detail or notice.kind}"
+                    told = _how_it_left(source, notice)
                 error = BrokenCommunicatorError(f"{where}: {told}")
                 self.broken = error
                 self._tell(Notice("joined", number, (), 0, told))
@@ -372,13 +379,14 @@ class Peers:
             return MismatchError(f"{where}: the ranks made different calls\n{text}", groups)
         left = {rank: notice for rank, notice in heard.items() if notice.kind == "left"}
         if left:
-            told = "; ".join(f"rank {r} left call {n.number} by {n.detail}" for r, n in sorted(left.items()))
+            told = "; ".join(_how_it_left(rank, notice) for rank, notice in sorted(left.items()))
             return BrokenCommunicatorError(f"{where}: {told}")
         gave_up = sorted(rank for rank, notice in heard.items() if notice.kind == "timeout")
         if not gave_up:
             apart = {rank: notice.number for rank, notice in heard.items() if notice.number != number}
             told = "; ".join(f"rank {rank} is in call {other}" for rank, other in sorted(apart.items()))
-            return BrokenCommunicatorError(f"{where}: the ranks are out of step: {told or 'no rank says why'}")
+            told = told or "; ".join(sorted({n.detail for n in heard.values() if n.detail})) or "no rank says why"
+            return BrokenCommunicatorError(f"{where}: the ranks are out of step: {told}")
         details = ", ".join(sorted({heard[rank].detail for rank in gave_up}))
         earlier = sorted({heard[rank].number for rank in gave_up} - {number})
         if earlier:
@@ -443,7 +451,8 @@ class _Wait:
         if bad is not None:
             peers.fail("mismatch" if bad.kind in (*QUIET, "mismatch") else "joined", call, number, self.started, "")
         if self.started.mismatched:
-            peers.fail("mismatch", call, number, self.started, "")
+            detail = f"a cell of rank {peers.rank} holds credits that this call did not give"
+            peers.fail("mismatch", call, number, self.started, detail)
         for peer in awaited:
             if peers.comm.Iprobe(peer, MPI.ANY_TAG, peers._status):
                 tag = peers._status.tag

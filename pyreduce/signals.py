@@ -16,7 +16,7 @@ from pyreduce._core import lib
 from pyreduce.arena import LINE, Region
 from pyreduce.calls import Call
 from pyreduce.errors import name_ranks
-from pyreduce.execute import CELL, Plan, Room, Turn
+from pyreduce.execute import CELL, LEAST_CREDIT, Plan, Room, Turn
 from pyreduce.onesided import OneSided
 from pyreduce.programs import Notify, Program, Step, Wait
 
@@ -260,6 +260,17 @@ class Signal:
         assert self._region is not None
         return self._region.offset
 
+    def check_clear(self, what: str) -> None:
+        """Raise unless all cells are 0, but for credits of a call that peers have begun already."""
+        for number in range(self.size):
+            held = self._chunk.read(self._chunk.base + self._offset + number * CELL)
+            if held and abs(held) < LEAST_CREDIT:
+                cell = tuple(int(i) for i in np.unravel_index(number, self.shape)) if self.shape else ()
+                raise ValueError(
+                    self._worded(what, f"all cells must be 0, and cell {cell} holds {held}; take back what was waited "
+                                 "for, or give the call a signal of its own")
+                )  # fmt: skip
+
     def cells(self) -> tuple[Any, int]:
         """The chunk and the offset of the first cell, for `pyreduce.windows`."""
         return self._chunk, self._offset
@@ -323,7 +334,10 @@ class Signal:
             )
         if len(index) != len(self.shape):
             raise IndexError(
-                self._worded(what, f"cell {cell!r} does not name one cell of a signal of shape {self.shape}")
+                self._worded(
+                    what,
+                    f"cell {cell!r} does not name one cell of a signal of shape {self.shape}: one index a dimension",
+                )
             )
         for i, n in zip(index, self.shape, strict=True):
             if not -n <= i < n:
@@ -377,7 +391,9 @@ class Signal:
         def missing() -> tuple[str, list[int]]:
             counts = self._ask_records(cell)
             ranks, told = self._blame(cell, counts)
-            return f"waits for {text}; it holds {chunk.read(address)}; {told}", ranks
+            held = chunk.read(address)
+            past = ", which is past it: with ADD, wait for GE" if equal and held > expected else ""
+            return f"waits for {text}; it holds {held}{past}; {told}", ranks
 
         where = f"signal.wait (signal {self.number}, rank {owner.rank} of {owner.size})"
         owner.wait(where, lambda: chunk.wait(address, expected, equal), missing, seconds)
@@ -409,7 +425,8 @@ class Signal:
             least = min(known.values(), default=0)
             missing = [rank for rank, count in known.items() if count == least]
         told = ", ".join(f"rank {r} {'an unknown number of' if counts[r] is None else counts[r]} times" for r in others)
-        return (
-            missing,
-            f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not notified it (so far: {told})",
-        )
+        if any(counts[rank] for rank in missing):
+            who = f"more is to come from {name_ranks(missing)}"
+        else:
+            who = f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not notified it"
+        return missing, f"{who} (so far: {told})"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -93,7 +93,10 @@ class Chunk(Protocol):
         """Let the MPI make progress."""
 
     def fence(self) -> None:
-        """Order this rank's loads and stores before with those after, as peers see them."""
+        """Order this rank's loads and stores before with those after, as peers see them; in all chunks, see `join`."""
+
+    def join(self, chunks: Sequence[Any]) -> None:
+        """These are all chunks of the arena: what a notify or wait in one orders, lies in any."""
 
     def free(self) -> None:
         """Give the memory back; collective."""
@@ -176,6 +179,9 @@ class SharedChunk(_Window):
     def fence(self) -> None:
         """Cells are acquired and released."""
 
+    def join(self, chunks: Sequence[Any]) -> None:
+        """An acquire or release is of all memory."""
+
 
 class RmaChunk(_Window):
     """See the module."""
@@ -194,7 +200,7 @@ class RmaChunk(_Window):
         self._pokes = range(1 if crowded else POKES_WITH_A_CORE)
         self._poke, self._words = comm.Iprobe, self.memory.cast("B").cast("q")
         self._late: list[object] = []  # gets that may still come
-        self._fence = self._win.Sync
+        self._fence: Callable[[], None] = self._win.Sync
         self.flush = self._win.Flush
         self._leaks = MPI.Get_library_version().startswith("MPICH")
         self._accumulate = self._fetch_and_op if self._leaks else self._win.Accumulate
@@ -305,3 +311,12 @@ class RmaChunk(_Window):
 
     def fence(self) -> None:
         self._fence()
+
+    def join(self, chunks: Sequence[Any]) -> None:
+        syncs = [chunk._win.Sync for chunk in chunks]
+
+        def all_of_them() -> None:
+            for sync in syncs:
+                sync()
+
+        self._fence = syncs[0] if len(syncs) == 1 else all_of_them

@@ -403,6 +403,7 @@ class Window:
             if len(self._plans) >= PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = found
+        signal.check_clear(name)
         self._owner.calls.run_call(*found, (self._local,), self._owner.deadline(timeout))
 
     def _plan(self, name: str, signal: Signal, op: Any) -> tuple[Plan, Room]:

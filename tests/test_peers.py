@@ -312,7 +312,7 @@ def test_an_exception_that_leaves_the_block_is_told(comm):
         assert isinstance(error, Torn), error
     else:
         assert isinstance(error, pr.BrokenCommunicatorError), error
-        assert "rank 0 left call 2 by Torn: between two calls" in str(error)
+        assert "rank 0 gave up before call 2: Torn: between two calls" in str(error)
 
 
 @several

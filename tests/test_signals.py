@@ -342,7 +342,7 @@ def test_a_peer_that_never_notifies_is_named(k: pr.Communicator, comm: Any, use:
         if k.rank != silent:
             s.notify(0, 0 if use == "counter" else (k.rank, 0))
         with pytest.raises(
-            pr.BrokenCommunicatorError, match=r"rank 0 left in call \d+: CollectiveTimeout: signal.wait"
+            pr.BrokenCommunicatorError, match=r"rank 0 gave up before call \d+: CollectiveTimeout: signal.wait"
         ):
             s.wait(0 if use == "counter" else (0, 0), 1, timeout=20)
     for call in (lambda: s.notify(0, 0), lambda: s.wait(0, 0), lambda: w.put(0, 0, 1.0), lambda: w.get(0), s.barrier,
@@ -359,9 +359,20 @@ def test_counts_of_notifies_tell_who_is_behind(k: pr.Communicator, comm: Any) ->
             s.notify(0, 1)
     s.barrier()
     if k.rank == 0:
-        with pytest.raises(pr.CollectiveTimeout, match="rank 1 4 times") as info:
+        with pytest.raises(pr.CollectiveTimeout, match=r"more is to come from rank 1 .so far: rank 1 4 times") as info:
             s.wait(1, 5 * (k.size - 1), timeout=0)
         assert info.value.missing == (1,)
+
+
+@several
+def test_a_value_that_was_passed_is_told(k: pr.Communicator) -> None:
+    s = k.signal(1)
+    if k.rank == 1:
+        s.notify(0, 0, 2)
+    s.barrier()
+    if k.rank == 0:
+        with pytest.raises(pr.CollectiveTimeout, match=r"== 1; it holds 2, which is past it: with ADD, wait for GE"):
+            s.wait(0, 1, pr.WaitCmp.EQ, timeout=0.1)
 
 
 @several
@@ -392,5 +403,5 @@ def test_a_collective_hears_of_a_wait_that_failed(k: pr.Communicator, comm: Any)
         with pytest.raises(pr.CollectiveTimeout):
             s.wait(0, 1, timeout=0.2)
     else:
-        with pytest.raises(pr.BrokenCommunicatorError, match="rank 0 left call"):
+        with pytest.raises(pr.BrokenCommunicatorError, match="rank 0 gave up before call"):
             k.allreduce(np.ones(4), algorithm="ring")

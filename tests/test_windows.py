@@ -384,6 +384,20 @@ def test_windows_and_signals_of_the_wrong_shape_are_refused(k: pr.Communicator) 
         assert all(s.read(cell) == 0 for cell in range(P))
 
 
+def test_a_signal_that_holds_something_is_refused(k: pr.Communicator) -> None:
+    P = k.size
+    with k.window((P, 3)) as w, k.signal((P, 1)) as s:
+        w.local[...] = 1
+        for value in (1, -3, 2**40):
+            s.notify(k.rank, (0, 0), value)
+            for name in ("reduce_scatter", "allgather", "allreduce"):
+                with pytest.raises(ValueError, match=rf"{name}: all cells must be 0, and cell .0, 0. holds {value};"):
+                    getattr(w, name)(s)
+            s.notify(k.rank, (0, 0), -value)
+            s.barrier()
+        assert (w.reduce_scatter(s) == P).all()
+
+
 @several
 @pytest.mark.parametrize("what", ["op", "window", "signal", "collective"])
 def test_calls_on_windows_that_differ_are_found(k: pr.Communicator, comm: Any, what: str) -> None:
@@ -473,6 +487,22 @@ def test_algorithm_mesh_needs_memory_too(
     assert (k.allreduce(np.ones(5), algorithm="mesh") == k.size).all()
     assert (k.allreduce(np.ones(100_000), algorithm="mesh") == k.size).all()
     assert (k.allreduce(np.ones(5), algorithm="mesh") == k.size).all()
+
+
+@several
+def test_windows_closed_at_another_moment_than_a_peers_do_not_move_mesh(
+    make_communicator: MakeCommunicator, comm: Any
+) -> None:
+    """What ranks have closed so far is compared when a window is made, and matters to nothing else."""
+    k = make_communicator()
+    windows = [k.window(1000) for _ in range(4)]
+    for number, w in enumerate(windows):
+        if number % k.size == k.rank:
+            w.close()
+        total = k.allreduce(np.full(1000 * (number + 1), 1.0 + k.rank), algorithm="mesh")
+        assert (total == sum(range(1, k.size + 1))).all()
+        w.close()
+    k.window(5).close()
 
 
 @several

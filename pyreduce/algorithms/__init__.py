@@ -159,7 +159,8 @@ def register_algorithm(
         raise TypeError(f"{name}: an algorithm is a function (collective, nranks, rank) -> rounds, got {function!r}")
     taken = _ALGORITHMS.get(name)
     if name == NATIVE or (taken is not None and (taken.trusted or not replace)):
-        raise ValueError(f"the name {name!r} is taken; there are {', '.join(names())}")
+        hint = "" if taken is None or taken.trusted else "; replace=True puts another in its place"
+        raise ValueError(f"the name {name!r} is taken; there are {', '.join(names())}{hint}")
     reports = verify_all(name, function, range(1, VERIFIED_UP_TO + 1))
     algorithm = Algorithm(name, function, all(report.rank_order for report in reports.values()))
     _ALGORITHMS[name] = algorithm
