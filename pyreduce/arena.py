@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mpi4py import MPI
@@ -116,6 +116,7 @@ class Arena:
         self._held: list[_Held] = []
         self._made = self._open = self._state = 0
         self._crowded = False
+        self._node_size = 1  # of the fullest node
         self._refusal = ""
 
     @property
@@ -139,14 +140,14 @@ class Arena:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         nbytes = max(-(-nbytes // LINE), 1) * LINE
-        self._agree(call, GOT, timeout)
+        rooms = self._agree(call, _free_bytes(), timeout)
         found, fresh, outcome = None, None, GOT
         if self._kind is None:
             outcome = self._choose_transport()
         if outcome == GOT:
             found = self._carve(nbytes)
             if found is None:
-                outcome, fresh = self._grow(nbytes)
+                outcome, fresh = self._grow(nbytes, rooms)
                 found = self._carve(nbytes) if outcome == GOT else None
         if found is not None and not _zero(found):
             outcome = NO_MEMORY
@@ -176,6 +177,7 @@ class Arena:
         """Where the peers are decides, the same on all ranks: they all ask the MPI."""
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
         together = node.size == self._comm.size
+        self._node_size = max(self._comm.allgather(node.size))
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
         self._crowded = node.size > len(cores)
         node.Free()
@@ -191,15 +193,22 @@ class Arena:
                 return Region(held.chunk, offset, nbytes, self._made)
         return None
 
-    def _grow(self, nbytes: int) -> tuple[int, _Held | None]:
-        """A new chunk, twice the last, in the place of those that nobody uses; collective, the ranks have met."""
+    def _grow(self, nbytes: int, rooms: Sequence[int]) -> tuple[int, _Held | None]:
+        """A new chunk, twice the last, in the place of those that nobody uses; collective, the ranks have met.
+
+        `rooms` is what each rank's node has free. To fill it to the brim would have the system kill processes, so
+        what cannot fit is not tried; all ranks come to the same conclusion.
+        """
         largest = max((held.chunk.nbytes for held in self._held), default=0)
         self._drop_unused()
+        most = min(rooms) // self._node_size
+        size = max(nbytes, LEAST_CHUNK)
+        wished = max(size, min(2 * largest, nbytes + largest))
+        if nbytes > most:
+            return NO_MEMORY, None
         assert self._kind is not None
         try:
-            chunk = self._kind(
-                self._comm, max(nbytes, min(2 * largest, nbytes + largest), LEAST_CHUNK), self._limit, self._crowded
-            )
+            chunk = self._kind(self._comm, wished if wished <= most // 2 else size, self._limit, self._crowded)
         except (MPI.Exception, MemoryError, Unsupported) as error:
             self._refusal = f"; the MPI says here: {error}"
             return REFUSED, None
@@ -254,6 +263,21 @@ class Arena:
             if not self._comm.allreduce(held.chunk.has_views(), MPI.LOR):
                 held.chunk.free()
         self._held.clear()
+
+
+def _free_bytes() -> int:
+    """Memory that windows on this node can have: of the machine, and of the files that shared memory lies in."""
+    free = 1 << 62
+    try:
+        disk = os.statvfs("/dev/shm")
+        free = disk.f_bavail * disk.f_frsize
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free = min(free, int(line.split()[1]) << 10)
+    except OSError:
+        pass  # a system without these: whoever fills memory to the brim is told by the MPI or the kernel
+    return free
 
 
 def _zero(region: Region) -> bool:

@@ -57,6 +57,7 @@ from pyreduce.programs import (
     in_place_safe,
     places,
     reads,
+    writes,
 )
 from pyreduce.transports import Chunk
 
@@ -277,7 +278,7 @@ class Plan:
                 local.append((COPY, 0, self._where(step.dst), (find(step.src),)))
             elif isinstance(step, Get):
                 source = self._where(step.src, step.peer)
-                if self.shared and self._only_read_next(step.dst, number, at):
+                if self.shared and self._only_read_next(step, number, at):
                     where_it_lies[step.dst] = source
                 else:
                     local.append((COPY if self.shared else GET, step.peer, self._where(step.dst), (source,)))
@@ -288,20 +289,30 @@ class Plan:
                 local.append((NOTIFY, step.peer, step.cell, step.value))
         return recvs, sends, local, waits
 
-    def _only_read_next(self, place: Place, number: int, at: int) -> bool:
-        """Whether scratch got in step `at` of round `number` is read in that round only, before the next notify."""
+    def _only_read_next(self, get: Get, number: int, at: int) -> bool:
+        """Whether what step `at` of round `number` gets into scratch may be read where it lies instead.
+
+        So it is if it is read in the rest of that round only, as a whole, and until then nothing changes the scratch or
+        the peer's window: no step of ours, and no step of others, who may write there from our next notify on.
+        """
+        place = get.dst
         if place.space != SCRATCH:
             return False
-        slots = range(place.slot, place.slot + place.count)
+        slots = set(range(place.slot, place.slot + place.count))
+
+        def touches(named: Sequence[Place]) -> bool:
+            return any(p.space == SCRATCH and slots & set(range(p.slot, p.slot + p.count)) for p in named)
+
+        changed = False
         for other, steps in enumerate(self.program.rounds):
-            notified = False
             for index, step in enumerate(steps):
-                notified |= isinstance(step, Notify) and other == number and index > at
-                for read in reads(step):
-                    if read.space != SCRATCH or read.slot >= slots.stop or read.slot + read.count <= slots.start:
-                        continue
-                    if other != number or index < at or notified or read != place or isinstance(step, Send):
+                if touches(reads(step)):
+                    whole = all(p == place for p in reads(step) if touches([p]))
+                    if other != number or index < at or changed or not whole or isinstance(step, Send):
                         return False
+                if other == number and index > at:
+                    changed |= isinstance(step, Notify) or touches(writes(step))
+                    changed |= isinstance(step, Put) and step.peer == get.peer
         return True
 
     def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None) -> Execution:
@@ -499,6 +510,8 @@ class Execution:
                     return
                 lane[2] = None
                 self.moves += 1
+                if self._turns:  # a message orders windows as a wait does
+                    self._turns[lane[0] % self._plan.lanes].data.fence()
             if lane[4]:
                 if not self._satisfied(lane):
                     return
@@ -548,6 +561,8 @@ class Execution:
                 self._bases[number] = self._bases[number][: PEERS - 1] + turn.windows
         bases, tag, comm = self._bases[number], self._tag | number, self._comm
         recvs, sends, _, waits = plan.rounds[lane[1]]
+        if sends and self._turns:
+            self._turns[number].data.fence()
         lane[2] = posted = []
         for peer, where in recvs:
             for message in plan.messages(where, bases, lane[0]):

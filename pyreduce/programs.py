@@ -50,6 +50,7 @@ from pyreduce.errors import AlgorithmError
 
 __all__ = [
     "COLLECTIVES",
+    "MOST_CREDITS",
     "Copy",
     "Cost",
     "Fold",
@@ -79,6 +80,7 @@ __all__ = [
 
 COLLECTIVES = ("reduce_scatter", "allgather", "allreduce")
 
+MOST_CREDITS = (1 << 15) - 1  # that a cell may get in a call
 INPUT, OUTPUT, SCRATCH, WINDOW = "input", "output", "scratch", "window"
 SLOTTED = (SCRATCH, WINDOW)
 
@@ -383,6 +385,8 @@ def _check_credits(step: Notify | Wait, rank: int, where: str) -> None:
         raise AlgorithmError(f"{where}: {step!r} waits for nothing: a cell holds 0 at the start")
     if isinstance(step, Notify) and (step.value < 0) != (step.peer == rank):
         raise AlgorithmError(f"{where}: {step!r}: credits are given to peers (value > 0), and taken back from oneself")
+    if step.value > MOST_CREDITS:
+        raise AlgorithmError(f"{where}: {step!r}: a cell holds at most {MOST_CREDITS} credits of a call")
     if isinstance(step, Notify) and step.value == 0:
         raise AlgorithmError(f"{where}: {step!r} adds nothing, so no wait could see it")
 

@@ -24,6 +24,7 @@ __all__ = ["NotifyOp", "Signal", "WaitCmp", "make_signal"]
 
 RECORDS = 1 << 16  # counters of notifies that a signal keeps at most, one for each peer and cell
 ASK_SECONDS = 0.5  # for peers' records, when a wait has failed
+MOST_BYTES = 1 << 48
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 Cell = int | tuple[int, ...]
 
@@ -58,6 +59,12 @@ def check_shape(shape: Any, what: str) -> tuple[int, ...]:
     return dims
 
 
+def check_size(what: str, nbytes: int) -> None:
+    """Refuse what no machine has, before it is asked for."""
+    if nbytes >= MOST_BYTES:
+        raise ValueError(f"{what}: {nbytes} bytes a rank are more than there can be")
+
+
 def make_signal(owner: OneSided, shape: Any, timeout: float | None) -> Signal:
     """See `Communicator.signal`."""
     dims = check_shape(shape, "signal")
@@ -69,6 +76,7 @@ def make_signal(owner: OneSided, shape: Any, timeout: float | None) -> Signal:
         owner.settings,
     )  # fmt: skip
     ncells = math.prod(dims)
+    check_size("signal", ncells * CELL)
     recorded = ncells if ncells * owner.size <= RECORDS else 0
     nbytes = (ncells + owner.size) * CELL + -(-recorded * owner.size * 8 // LINE) * LINE
     return Signal(owner, owner.allocate(nbytes, call, timeout), dims, recorded)
@@ -158,20 +166,15 @@ class Signal:
         if target is None:
             target = self._find(peer, cell)
         replace = False
+        if type(value) is not int or not LEAST <= value <= MOST:
+            value = self._checked_value("notify", value)
         if op is not _ADD:
             replace = self._check_op(op)
         elif value == 0:
             raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
-        try:
-            if self._shared:
-                (_set if replace else _add)(target[0], value, target[1])
-                return
-            if type(value) is not int:
-                value = value.__index__()
-            if not LEAST <= value <= MOST:
-                raise OverflowError
-        except (TypeError, OverflowError, AttributeError):
-            raise self._bad_value("notify", value) from None
+        if self._shared:
+            (_set if replace else _add)(target[0], value, target[1])
+            return
         self._chunk.notify_now(peer, target[0], value, replace)
         if target[1]:
             self._counts[target[1]] += 1
@@ -202,17 +205,13 @@ class Signal:
         if address is None:
             address = self._find_own(cell, "wait")
         equal = cmp is not _GE and self._check_cmp(cmp)
-        try:
-            if self._shared:
-                if (_look_equal if equal else _look)(address, expected, self._looks):
-                    return
-            else:
-                if not (type(expected) is int and LEAST <= expected <= MOST):
-                    expected = self._checked_value("wait", expected)
-                if self._chunk.wait(address, expected, equal):
-                    return
-        except (TypeError, OverflowError):
-            raise self._bad_value("wait", expected) from None
+        if type(expected) is not int or not LEAST <= expected <= MOST:
+            expected = self._checked_value("wait", expected)
+        if self._shared:
+            if (_look_equal if equal else _look)(address, expected, self._looks):
+                return
+        elif self._chunk.wait(address, expected, equal):
+            return
         self._wait_long(cell, address, expected, equal, timeout)
 
     def test(self, cell: Cell, expected: int, cmp: WaitCmp = _GE) -> bool:

@@ -27,6 +27,7 @@ from pyreduce.errors import AlgorithmError, name_ranks
 from pyreduce.ops import AVG, SUM, Op, divide, dtype_code, fold_arrays, kernel, resolve_op
 from pyreduce.programs import (
     INPUT,
+    MOST_CREDITS,
     OUTPUT,
     SCRATCH,
     WINDOW,
@@ -361,6 +362,12 @@ class Simulation(Generic[Value]):
                     if isinstance(step, Notify) and step.value > 0:
                         cell = credits.setdefault((step.peer, step.cell), {})
                         cell[program.rank] = cell.get(program.rank, 0) + step.value
+        for (rank, index), given in credits.items():
+            if sum(given.values()) > MOST_CREDITS:
+                raise AlgorithmError(
+                    f"{self.where}: cell {index} of rank {rank} is given {sum(given.values())} credits in a call; "
+                    f"at most {MOST_CREDITS} fit"
+                )
         return credits
 
     # ------------------------------------------------------------------------------------------------------- the end

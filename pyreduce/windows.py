@@ -23,7 +23,7 @@ from pyreduce.execute import Plan, Room, Turn
 from pyreduce.onesided import OneSided
 from pyreduce.ops import SUM, Op, resolve_op
 from pyreduce.programs import build, place_window
-from pyreduce.signals import Cell, NotifyOp, Signal, check_shape
+from pyreduce.signals import Cell, NotifyOp, Signal, check_shape, check_size
 
 __all__ = ["Window", "make_window"]
 
@@ -35,9 +35,10 @@ def make_window(owner: OneSided, shape: Any, dtype: Any, timeout: float | None) 
     """See `Communicator.window`."""
     dims = check_shape(shape, "window")
     kind = np.dtype(dtype)
-    if kind.hasobject or not kind.itemsize:
-        raise TypeError(f"window: dtype {kind} has no bytes that a peer could read; use a numeric dtype")
+    if kind.hasobject or not kind.itemsize or kind.subdtype is not None:
+        raise TypeError(f"window: dtype {kind} cannot be a window's; use a numeric dtype, and more dimensions for more")
     nbytes = math.prod(dims) * kind.itemsize
+    check_size("window", nbytes)
     words = (("shape", str(dims)), *owner.arena.facts())
     call = Call("window", "one-sided", None, kind, (nbytes,) * owner.size, words, owner.rank, owner.settings)
     return Window(owner, owner.allocate(LINE + nbytes, call, timeout), dims, kind)
@@ -177,6 +178,8 @@ class Window:
         offset, shape, source = self._prepare("accumulate", peer, index, array)
         if not source.nbytes:
             return
+        if np.may_share_memory(source, self._local):  # a fold must not read what it has written
+            source = source.copy()
         chunk = self._chunk
         self._lock(peer, timeout)
         try:

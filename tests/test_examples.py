@@ -270,3 +270,20 @@ def test_reduce_scatter_refuses_options_that_make_no_sense(
         with pytest.raises(SystemExit):
             reduce_scatter.main(argv)
         assert text in capsys.readouterr().err or world.size == 1
+
+
+ROOT = EXAMPLES.parent
+DOCUMENTS = ["README.md", "docs/signals.md"]
+BLOCKS = [
+    pytest.param(block, id=f"{name}-{number}")
+    for name in DOCUMENTS
+    if (ROOT / name).is_file()
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL), start=1)
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_programs_of_the_documents_run(block: str, world: MPI.Intracomm, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, "<document>", "exec"), {})
+    capsys.readouterr()
+    world.Barrier()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +226,71 @@ def test_users_one_sided_algorithms_run_over_mpi(make_communicator: Any, comm: A
         assert c.stats["allgather", "put_around"].bytes_sent > 0 or comm.size == 1
 
 
+def stage(nranks: int, rank: int) -> list[Step]:
+    return [Copy(window(0, 0, nranks), inp(0, nranks)), *(Notify(p, rank) for p in range(nranks) if p != rank)]
+
+
+def running_sum(collective: str, nranks: int, rank: int) -> Rounds:
+    """reduce_scatter: what was got into scratch is folded there, one by one, so it must have been got."""
+    if collective != "reduce_scatter" or nranks == 1:
+        raise pr.Unsupported("reduce_scatter of several")
+    peers = [peer for peer in range(nranks) if peer != rank]
+    yield stage(nranks, rank)
+    yield [
+        *(Wait(peer) for peer in peers),
+        *(Get(peer, scratch(peer, rank), window(rank, rank)) for peer in peers),
+        Copy(scratch(rank, rank), inp(rank)),
+        *(Fold(scratch(0, rank), (scratch(0, rank), scratch(peer, rank))) for peer in range(1, nranks)),
+        Copy(out(rank), scratch(0, rank)),
+    ]
+
+
+def overwritten_at_once(collective: str, nranks: int, rank: int) -> Rounds:
+    """reduce_scatter: what was got is overwritten at the peer, by this rank itself, before the fold."""
+    if collective != "reduce_scatter" or nranks == 1:
+        raise pr.Unsupported("reduce_scatter of several")
+    peers = [peer for peer in range(nranks) if peer != rank]
+    vectors = [inp(rank) if peer == rank else scratch(peer, rank) for peer in range(nranks)]
+    yield stage(nranks, rank)
+    yield [
+        *(Wait(peer) for peer in peers),
+        *(Get(peer, scratch(peer, rank), window(rank, rank)) for peer in peers),
+        *(Put(peer, window(rank, rank), inp(rank)) for peer in peers),
+        Fold(out(rank), tuple(vectors)),
+    ]
+
+
+@pytest.mark.parametrize("function", [running_sum, overwritten_at_once], ids=lambda function: function.__name__)
+def test_what_was_got_is_kept_where_it_lay_only_if_nothing_changes(
+    make_communicator: Any, comm: Any, function: Any
+) -> None:
+    if comm.size == 1:
+        return
+    name = function.__name__
+    if name not in algorithms.names():
+        pr.register_algorithm(name, function)
+    for transport in ("shared", "rma"):
+        c = make_communicator(transport=transport, segment_bytes=64)
+        for rows in (comm.size, 100):
+            x = np.arange(float(rows)) * 10.0**comm.rank
+            got = c.reduce_scatter(x, algorithm=name)
+            assert (got == c.reduce_scatter(x, algorithm="naive")).all(), transport
+
+
+@pytest.mark.parametrize("credits", [(1 << 15, 1), (20_000, 2)])
+def test_more_credits_than_a_cell_can_hold_are_refused(credits: tuple[int, int]) -> None:
+    value, sources = credits
+
+    def generous(collective: str, nranks: int, rank: int) -> Rounds:
+        peers = [peer for peer in range(nranks) if peer != rank]
+        yield [Copy(window(0, rank), inp(rank)), *(Notify(p, rank if sources == 1 else 0, value) for p in peers)]
+        waits = [Wait(p, value) for p in peers] if sources == 1 else [Wait(0, value * (nranks - 1))]
+        yield [*waits, *(Get(p, out(p), window(0, p)) for p in peers), Copy(out(rank), inp(rank))]
+
+    with pytest.raises(pr.AlgorithmError, match=r"at most 32767"):
+        verify("generous", generous, "allgather", 3)
+
+
 # -------------------------------------------------------------------------------------------------------------- explain
 
 
@@ -254,6 +321,20 @@ def test_explain_tells_both_modes_and_what_differs(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["allreduce", "--algorithm", "ring", "--mode", "hand"])
     assert "--mode is for --algorithm mesh" in capsys.readouterr().err
+
+
+def test_explain_loads_a_file_that_imports_its_neighbour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
+    (tmp_path / "beside_it.py").write_text("from pyreduce.algorithms.mesh import mesh\n")
+    text = (
+        'import pyreduce as pr\nfrom beside_it import mesh\n\n@pr.register_algorithm("loaded")\ndef loaded(*which):\n'
+    )
+    (tmp_path / "loaded.py").write_text(f'{text}    "One line about it."\n    return mesh(*which)\n')
+    assert main(["allgather", "--load", str(tmp_path / "loaded.py"), "--algorithm", "loaded", "-n", "3"]) == 0
+    assert "allgather by loaded, P=3 ranks\n  One line about it.\n" in capsys.readouterr().out
 
 
 def test_explain_tells_puts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,8 @@ WRONG: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("notify", (0, 1.0), TypeError, "a cell is named by ints"),
     ("notify", (0, 0, 0), ValueError, "adding 0 changes nothing, so no wait could ever see it"),
     ("notify", (0, 0, 1.5), TypeError, "a cell holds integers, got a float"),
+    ("notify", (0, 0, np.array([2, 3])), TypeError, "a cell holds integers, got a ndarray"),
+    ("wait", (0, np.array(-1)), TypeError, "a cell holds integers, got a ndarray"),
     ("notify", (0, 0, None), TypeError, "a cell holds integers, got a NoneType"),
     ("notify", (0, 0, 2**63), ValueError, "does not fit in the 64 bits"),
     ("notify", (0, 0, 1, "add"), TypeError, "op must be NotifyOp.ADD or NotifyOp.SET"),

@@ -263,6 +263,27 @@ def test_accumulate_is_one_fold(k: pr.Communicator) -> None:
             w.accumulate(k.rank, ..., np.zeros(3, as_dtype(dtype)), op)
 
 
+def test_an_array_over_the_window_itself(k: pr.Communicator) -> None:
+    base = np.arange(8).reshape(4, 2)
+    with k.window((4, 2), np.int64) as w, k.signal(1) as s:
+        w.local[...] = base
+        w.accumulate(k.rank, slice(1, 4), w.local[:3])
+        want = base.copy()
+        want[1:] += base[:3]
+        assert (w.local == want).all()
+        w.local[...] = base
+        w.accumulate(k.rank, ..., w.local)
+        assert (w.local == 2 * base).all()
+        w.local[...] = base
+        w.put(k.rank, slice(1, 4), w.local[:3])
+        assert (w.local[1:] == base[:3]).all()
+        s.barrier()
+        w.put((k.rank + 1) % k.size, 0, w.local[3])
+        s.barrier()
+        assert (w.local[0] == base[2]).all()
+        s.barrier()
+
+
 def test_accumulates_of_all_ranks_follow_each_other(k: pr.Communicator) -> None:
     with k.window(50, np.int64) as w, k.signal(1) as s:
         for _ in range(40):
@@ -472,6 +493,32 @@ def test_no_memory_is_an_error_on_all_ranks(
     with k.window((k.size, 3)) as w, k.signal(k.size) as s:
         w.local[...] = 1
         assert (w.reduce_scatter(s) == k.size).all()
+
+
+@pytest.mark.parametrize("culprit", [0, -1])
+def test_what_cannot_fit_is_not_tried(
+    k: pr.Communicator, comm: Any, culprit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def free() -> int:
+        return (30 << 20) * k.size if k.rank == culprit % k.size else 1 << 50
+
+    monkeypatch.setattr(arena, "_free_bytes", free)
+    for nbytes in (31 << 20, 1 << 45):
+        with pytest.raises(pr.WindowMemoryError, match="no memory for"):
+            k.window(nbytes, np.uint8)
+    with k.window(20 << 20, np.uint8) as w, k.window(9 << 20, np.uint8) as v:
+        w.local[-1] = v.local[-1] = 1
+    assert sum(held.chunk.nbytes for held in k._arena._held) <= 30 << 20
+
+
+def test_sizes_that_no_machine_has_are_refused_on_the_spot(k: pr.Communicator) -> None:
+    for shape in (2**62, 2**70, (2**40, 2**20)):
+        for make in (k.window, k.signal):
+            with pytest.raises(ValueError, match=r"bytes a rank are more than there can be"):
+                make(shape)
+    with pytest.raises(TypeError, match=r"window: dtype .* cannot be a window's"):
+        k.window(2, np.dtype(("f4", (3,))))
+    assert k._arena._made == 0
 
 
 def test_algorithm_mesh_needs_memory_too(
