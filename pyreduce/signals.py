@@ -166,15 +166,20 @@ class Signal:
         if target is None:
             target = self._find(peer, cell)
         replace = False
-        if type(value) is not int or not LEAST <= value <= MOST:
+        if type(value) is not int:
             value = self._checked_value("notify", value)
         if op is not _ADD:
             replace = self._check_op(op)
         elif value == 0:
             raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
         if self._shared:
-            (_set if replace else _add)(target[0], value, target[1])
+            try:
+                (_set if replace else _add)(target[0], value, target[1])
+            except OverflowError:
+                raise self._bad_value("notify", value) from None
             return
+        if not LEAST <= value <= MOST:
+            raise self._bad_value("notify", value)
         self._chunk.notify_now(peer, target[0], value, replace)
         if target[1]:
             self._counts[target[1]] += 1
@@ -205,11 +210,16 @@ class Signal:
         if address is None:
             address = self._find_own(cell, "wait")
         equal = cmp is not _GE and self._check_cmp(cmp)
-        if type(expected) is not int or not LEAST <= expected <= MOST:
+        if type(expected) is not int:
             expected = self._checked_value("wait", expected)
         if self._shared:
-            if (_look_equal if equal else _look)(address, expected, self._looks):
-                return
+            try:
+                if (_look_equal if equal else _look)(address, expected, self._looks):
+                    return
+            except OverflowError:
+                raise self._bad_value("wait", expected) from None
+        elif not LEAST <= expected <= MOST:
+            raise self._bad_value("wait", expected)
         elif self._chunk.wait(address, expected, equal):
             return
         self._wait_long(cell, address, expected, equal, timeout)
