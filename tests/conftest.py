@@ -5,7 +5,7 @@ Alone (``python -m pytest``) everything runs with one rank; without mpi4py the p
 Under ``mpirun -n N python -m pytest`` every rank runs pytest over the same tests, in the same order:
 
 - a test that takes the fixture `world` (or `comm`, which needs it) is collective. With `comm` it runs once for each of
-  P = 1, 2, 3, 4, N ranks; ranks beyond P pass through;
+  P = 1, 2, 3, 4, N ranks (of these, TEST_RANKS=2,4 picks some); ranks beyond P pass through;
 - every other test is pure: it runs alone only, and is deselected here;
 - after each phase of each test the ranks exchange their outcomes: if one failed, all fail, and say who and why. So
   ``-x`` stops all ranks at the same test, and all ranks exit with the same status;
@@ -48,6 +48,7 @@ try:
 except (ImportError, RuntimeError):  # RuntimeError: mpi4py is there, but no MPI library
     MPI = None  # type: ignore[assignment]
 
+TESTED_RANKS = [int(P) for P in os.environ.get("TEST_RANKS", "").split(",") if P]
 RANK, SIZE = (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) if MPI else (0, 1)
 
 failed_somewhere = pytest.StashKey[bool]()
@@ -203,6 +204,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "comm" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("ranks")
         sizes = [P for P in marker.args if P <= SIZE] if marker else sorted({*range(1, min(SIZE, 4) + 1), SIZE})
+        if TESTED_RANKS:
+            sizes = [P for P in sizes if P in TESTED_RANKS]
         metafunc.parametrize("comm", sizes, indirect=True, ids=[f"P{size}" for size in sizes], scope="session")
 
 

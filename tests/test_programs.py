@@ -372,7 +372,7 @@ def test_an_algorithm_that_serves_nothing() -> None:
 def test_names_that_are_taken_or_none() -> None:
     for name in (*BUILT_IN, "native"):
         for replace in (False, True):
-            with pytest.raises(ValueError, match=f"the name '{name}' is taken; there are naive, ring, native"):
+            with pytest.raises(ValueError, match=f"the name '{name}' is taken; there are naive, ring, mesh, native"):
                 pr.register_algorithm(name, pairwise, replace=replace)
     pr.register_algorithm("mine", pairwise)
     with pytest.raises(ValueError, match="the name 'mine' is taken"):
@@ -386,7 +386,7 @@ def test_names_that_are_taken_or_none() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="no algorithm is called 'spam'; there are naive, ring, native"):
+    with pytest.raises(ValueError, match="no algorithm is called 'spam'; there are naive, ring, mesh, native"):
         algorithms.get("spam")
     with pytest.raises(ValueError, match="native is the MPI's own collective"):
         algorithms.get("native")

@@ -81,8 +81,8 @@ def _symmetric(algorithm: Algorithm, collective: str, nranks: int) -> tuple[int,
 
 _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
-    "mesh": Algorithm("mesh", mesh, rank_order=True, trusted=True),
     "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
+    "mesh": Algorithm("mesh", mesh, rank_order=True, trusted=True),
 }
 
 
