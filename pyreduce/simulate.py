@@ -143,7 +143,7 @@ class Simulation(Generic[Value]):
         entering = deque(range(self.nranks))
         while entering:
             rank = entering.popleft()
-            if self._over(rank):
+            if self._is_done(rank):
                 continue
             ready = deque(self._start_round(rank))
             while ready:
@@ -159,7 +159,7 @@ class Simulation(Generic[Value]):
             {block: value for (space, _), (block, value) in memory.items() if space == OUTPUT} for memory in self.memory
         ]
 
-    def _over(self, rank: int) -> bool:
+    def _is_done(self, rank: int) -> bool:
         return self._round[rank] == len(self.programs[rank].rounds) * self.calls
 
     def _place_in_calls(self, rank: int) -> tuple[int, int]:
@@ -374,13 +374,13 @@ class Simulation(Generic[Value]):
 
     def _check_all_done(self) -> None:
         for (source, target), sends in self._sends.items():
-            if sends and self._over(target):
+            if sends and self._is_done(target):
                 number, src, _, _ = sends[0]
                 raise AlgorithmError(
                     f"{self.where}: rank {source} sends {_blocks(src)} to rank {target} in "
                     f"{self._named_round(source, number)}, which rank {target} never receives"
                 )
-        stuck = [rank for rank in range(self.nranks) if not self._over(rank)]
+        stuck = [rank for rank in range(self.nranks) if not self._is_done(rank)]
         if stuck:
             waits = "; ".join(self._describe_wait(rank) for rank in stuck[:4])
             more = f"; and {len(stuck) - 4} more ranks" if len(stuck) > 4 else ""

@@ -224,6 +224,20 @@ def split_worlds(world: Any) -> dict[int, Any]:
 
 
 @pytest.fixture
+def forget_registered_algorithms() -> Iterator[None]:
+    """Algorithms that a test registers are gone after it."""
+    from helpers import fold_orders
+
+    from pyreduce import algorithms
+
+    before = dict(algorithms._ALGORITHMS)
+    yield
+    algorithms._ALGORITHMS.clear()
+    algorithms._ALGORITHMS.update(before)
+    fold_orders.cache_clear()
+
+
+@pytest.fixture
 def comm(request: pytest.FixtureRequest, world: Any, split_worlds: dict[int, Any]) -> Any:
     """A communicator of P ranks; ``COMM_NULL`` on ranks beyond, which do not run the test."""
     size = request.param

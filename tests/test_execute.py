@@ -81,7 +81,7 @@ def test_both_sides_cut_a_message_alike(data):
 
     def sizes(rank: int, peer: int, kind: type, segment: int) -> list[int]:
         found = []
-        for steps, (recvs, sends, _) in zip(plans[rank].program.rounds, plans[rank].rounds, strict=True):
+        for steps, (recvs, sends, _, _) in zip(plans[rank].program.rounds, plans[rank].rounds, strict=True):
             named = [step for step in steps if isinstance(step, kind)]
             for step, (_, where) in zip(named, sends if kind is Send else recvs, strict=True):
                 if step.peer == peer:

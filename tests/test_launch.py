@@ -83,7 +83,7 @@ def test_mpich_wants_nothing(tmp_path):
 
 def test_openmpi_as_user_with_enough_cores(tmp_path):
     environment = Environment(tmp_path, "openmpi", cores=4)
-    expected = f"{environment.mpirun} -n 4 --map-by :OVERSUBSCRIBE --bind-to none python x.py"
+    expected = f"{environment.mpirun} -n 4 --map-by :OVERSUBSCRIBE --bind-to none --mca osc \\^ucx python x.py"
     assert environment.line("-n", "4", "python", "x.py") == expected
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import COLLECTIVES, MODES, call, fold_orders, run_checked
+from helpers import COLLECTIVES, MODES, call, run_checked
 
 import pyreduce as pr
 from pyreduce import (
@@ -34,13 +34,7 @@ from pyreduce.verify import fold_symbols, format_symbol, verify
 BUILT_IN = ["naive", "ring", "mesh"]
 
 
-@pytest.fixture(autouse=True)
-def forget_registered_algorithms() -> Iterator[None]:
-    before = dict(algorithms._ALGORITHMS)
-    yield
-    algorithms._ALGORITHMS.clear()
-    algorithms._ALGORITHMS.update(before)
-    fold_orders.cache_clear()
+pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
 
 
 # ------------------------------------------------------------------------------------------------- the built-in ones
@@ -107,10 +101,15 @@ class Overlay(Simulation[Any]):
         return ("input", 0 if self.programs[0].collective == "reduce_scatter" else index)
 
     def _read(self, rank: int, place: Place) -> list[tuple[int, Any]]:
+        if place.space == "window":
+            return super()._read(rank, place)
         cells = [(self._over((space, index), rank), block) for space, index, block in place.cells(self.nranks)]
         return [(block, self.memory[rank][cell][1]) for cell, block in cells]
 
     def _write(self, rank: int, place: Place, values: list[tuple[int, Any]]) -> None:
+        if place.space == "window":
+            super()._write(rank, place, values)
+            return
         for (space, index, _), value in zip(place.cells(self.nranks), values, strict=True):
             self.memory[rank][self._over((space, index), rank)] = value
 
@@ -334,8 +333,8 @@ WRONG_STEPS = {
         [Send(1, place_scratch(0, 0)), Get(1, place_scratch(0, 0), place_window(0, 0))],
         r"writes to \('scratch', 0\) while a send reads it",
     ),
-    "no place": ([Send(1, "input")], "'input' is not a place in input, output or scratch"),
-    "no such space": ([Send(1, Place("cloud", 0))], "is not a place in input, output or scratch"),
+    "no place": ([Send(1, "input")], "'input' is not a place in input, output, scratch or window"),
+    "no such space": ([Send(1, Place("cloud", 0))], "is not a place in input, output, scratch or window"),
     "no sequence": (42, "round 1 is 42, not a sequence of steps"),
 }
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import COLLECTIVES, run_checked
 
 import pyreduce as pr
-from pyreduce import Copy, Fold, Get, Notify, Put, Recv, Send, Wait, algorithms
+from pyreduce import Copy, Fold, Get, Notify, Put, Recv, Send, Wait
 from pyreduce import place_input as inp
 from pyreduce import place_output as out
 from pyreduce import place_scratch as scratch
@@ -22,6 +22,8 @@ from pyreduce.explain import explain, main
 from pyreduce.programs import Step, build
 from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols, verify
+
+pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
 
 Rounds = Iterator[Sequence[Step]]
 Change = Callable[[int, Step], bool]
@@ -216,8 +218,7 @@ def test_the_simulator_plays_calls_one_after_the_other() -> None:
 
 
 def test_users_one_sided_algorithms_run_over_mpi(make_communicator: Any, comm: Any) -> None:
-    if "put_around" not in algorithms.names():
-        pr.register_algorithm("put_around", put_around)
+    pr.register_algorithm("put_around", put_around)
     for transport in ("shared", "rma"):
         c = make_communicator(transport=transport, segment_bytes=64)
         for rows in (0, 1, comm.size, 100, 1001):
@@ -267,8 +268,7 @@ def test_what_was_got_is_kept_where_it_lay_only_if_nothing_changes(
     if comm.size == 1:
         return
     name = function.__name__
-    if name not in algorithms.names():
-        pr.register_algorithm(name, function)
+    pr.register_algorithm(name, function)
     for transport in ("shared", "rma"):
         c = make_communicator(transport=transport, segment_bytes=64)
         for rows in (comm.size, 100):
@@ -327,7 +327,6 @@ def test_explain_loads_a_file_that_imports_its_neighbour(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(algorithms, "_ALGORITHMS", dict(algorithms._ALGORITHMS))
     (tmp_path / "beside_it.py").write_text("from pyreduce.algorithms.mesh import mesh\n")
     text = (
         'import pyreduce as pr\nfrom beside_it import mesh\n\n@pr.register_algorithm("loaded")\ndef loaded(*which):\n'
@@ -338,8 +337,7 @@ def test_explain_loads_a_file_that_imports_its_neighbour(
 
 
 def test_explain_tells_puts(capsys: pytest.CaptureFixture[str]) -> None:
-    if "put_around" not in algorithms.names():
-        pr.register_algorithm("put_around", put_around)
+    pr.register_algorithm("put_around", put_around)
     text = "\n".join(explain("allgather", "put_around", 3))
     assert "round 2: put block 0 into window slot 0 of rank 1; notify cell 0 of rank 1" in text
     assert np.all([f"rank {rank}" in text for rank in range(3)])
