@@ -119,11 +119,6 @@ class Arena:
         self._node_size = 1  # of the fullest node
         self._refusal = ""
 
-    @property
-    def transport(self) -> str:
-        """The transport in use; before the first region, the one asked for."""
-        return self._kind.name if self._kind is not None else self._wanted or "chosen by placement"
-
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What all ranks must agree on before they carve."""
         return (("windows and signals so far", f"{self._made} made, {self._open} open ({self._state:08x})"),)

@@ -36,6 +36,7 @@ from typing import Any
 from mpi4py import MPI
 
 from pyreduce import ops
+from pyreduce.arena import LINE
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
 from pyreduce.programs import (
@@ -70,7 +71,7 @@ NOTICE_TAG = 0
 # Where the bases of a run lie: input, output, scratch, own window, and from PEERS on every rank's window.
 SPACES = {INPUT: 0, OUTPUT: 1, SCRATCH: 2, WINDOW: 3}
 PEERS = 4
-CELL = 128  # bytes from one cell to the next: nobody else's traffic on its lines
+CELL = LINE  # bytes from one cell to the next
 TURNS = 2
 DIGEST_BITS = 32
 CREDIT_BITS = 48  # one credit is worth 1 << CREDIT_BITS and the digest: 2**16 of them add up without a carry
@@ -172,7 +173,7 @@ class Plan:
         self.divisor = call.nranks if call.divides else 0
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
-        self.one_sided = program.window > 0 or program.cells > 0
+        self.one_sided = program.one_sided
         self._cut(call, in_window)
         self._lay_out(program, call, in_window)
         self.rounds: list[Round] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
+
+import numpy as np
 
 from pyreduce.arena import Arena, Region
 from pyreduce.arrays import Array
@@ -15,9 +17,28 @@ from pyreduce.execute import Plan, Room
 from pyreduce.peers import ATTEND_SECONDS, Peers, log
 from pyreduce.settings import Settings, check_seconds
 
-__all__ = ["Calls", "Closable", "OneSided"]
+__all__ = ["Calls", "Closable", "OneSided", "check_shape", "check_size"]
+
+MOST_BYTES = 1 << 48
 
 Missing = Callable[[], tuple[str, list[int]]]  # what is the matter, in words, and which ranks it wants
+
+
+def check_shape(shape: Any, what: str) -> tuple[int, ...]:
+    """`shape` as a tuple of non-negative ints."""
+    try:
+        dims = tuple(n.__index__() for n in (shape if isinstance(shape, tuple | list) else (shape,)))
+    except AttributeError:
+        raise TypeError(f"{what}: shape must be an int or a tuple of ints, got {shape!r}") from None
+    if any(n < 0 for n in dims):
+        raise ValueError(f"{what}: shape {dims} has a negative length")
+    return dims
+
+
+def check_size(what: str, nbytes: int) -> None:
+    """Refuse what no machine has, before it is asked for."""
+    if nbytes >= MOST_BYTES:
+        raise ValueError(f"{what}: {nbytes} bytes a rank are more than there can be")
 
 
 class Calls(Protocol):
@@ -69,6 +90,13 @@ class OneSided:
     def deadline(self, timeout: float | None) -> float | None:
         """Seconds that a wait may take."""
         return self.settings.timeout if timeout is None else check_seconds("timeout", timeout)
+
+    def check_peer(self, peer: Any, worded: Callable[[str, str], str], what: str) -> None:
+        """Raise unless `peer` is a rank."""
+        if type(peer) is not int and not isinstance(peer, int | np.integer):
+            raise TypeError(worded(what, f"peer must be a rank, an int, got {peer!r}"))
+        if not 0 <= peer < self.size:
+            raise ValueError(worded(what, f"there is no rank {peer}; ranks are 0..{self.size - 1}"))
 
     def keep(self, made: Closable) -> None:
         """Close it with the communicator, if nobody does before."""

@@ -245,6 +245,11 @@ class Program:
     window: int = 0
     cells: int = 0
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether its steps use windows or cells."""
+        return self.window > 0 or self.cells > 0
+
     def cost(self) -> Cost:
         """Count rounds, blocks, messages, folds and notifies."""
         talking = sent = received = messages = folds = notifies = 0

@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 
 from pyreduce._core import lib
+from pyreduce.algorithms.mesh import barrier_rounds
 from pyreduce.arena import LINE, Region
 from pyreduce.calls import Call
 from pyreduce.errors import name_ranks
 from pyreduce.execute import CELL, LEAST_CREDIT, Plan, Room, Turn
-from pyreduce.onesided import OneSided
-from pyreduce.programs import Notify, Program, Step, Wait
+from pyreduce.onesided import OneSided, check_shape, check_size
+from pyreduce.programs import build
 
 __all__ = ["NotifyOp", "Signal", "WaitCmp", "make_signal"]
 
 RECORDS = 1 << 16  # counters of notifies that a signal keeps at most, one for each peer and cell
 ASK_SECONDS = 0.5  # for peers' records, when a wait has failed
-MOST_BYTES = 1 << 48
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 Cell = int | tuple[int, ...]
 
@@ -46,23 +46,6 @@ class WaitCmp(enum.Enum):
 # Looked up once: these are on the way of every notify and wait.
 _ADD, _GE = NotifyOp.ADD, WaitCmp.GE
 _add, _set, _look, _look_equal = lib.pr_cell_add, lib.pr_cell_set, lib.pr_cell_look, lib.pr_cell_look_equal
-
-
-def check_shape(shape: Any, what: str) -> tuple[int, ...]:
-    """`shape` as a tuple of non-negative ints."""
-    try:
-        dims = tuple(n.__index__() for n in (shape if isinstance(shape, tuple | list) else (shape,)))
-    except AttributeError:
-        raise TypeError(f"{what}: shape must be an int or a tuple of ints, got {shape!r}") from None
-    if any(n < 0 for n in dims):
-        raise ValueError(f"{what}: shape {dims} has a negative length")
-    return dims
-
-
-def check_size(what: str, nbytes: int) -> None:
-    """Refuse what no machine has, before it is asked for."""
-    if nbytes >= MOST_BYTES:
-        raise ValueError(f"{what}: {nbytes} bytes a rank are more than there can be")
 
 
 def make_signal(owner: OneSided, shape: Any, timeout: float | None) -> Signal:
@@ -244,19 +227,14 @@ class Signal:
         ------
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
-        self._check_open("barrier")
+        self.check_open("barrier")
         owner, offset = self.owner, self._offset + self.size * CELL
         if self._barrier is None:
-            peers = [(owner.rank + hop) % owner.size for hop in range(1, owner.size)]
-            rounds: tuple[tuple[Step, ...], ...] = (
-                tuple(Notify(peer, owner.rank) for peer in peers),
-                (*(Wait(peer) for peer in peers), *(Notify(owner.rank, peer, -1) for peer in peers)),
-            )
             words = (("signal", str(self.number)),)
             call = Call(
                 "signal.barrier", "mesh", None, np.dtype(np.uint8), (0,) * owner.size, words, owner.rank, owner.settings
             )
-            program = Program("allgather", owner.size, owner.rank, rounds, 0, 0, owner.size)
+            program = build("barrier", barrier_rounds, "allgather", owner.size, owner.rank)
             turn = Turn(self._chunk, offset, self._chunk, offset, owner.size, owner.size)
             self._barrier = Plan(program, call), Room([[turn]], owner.size, 0)
         plan, room = self._barrier
@@ -298,11 +276,8 @@ class Signal:
         if value == 0 and not replaces:
             raise ValueError(self._worded("notify", "adding 0 changes nothing, so no wait could ever see it"))
 
-    def check_usable(self, what: str) -> None:
-        """Raise unless the signal is open, for `pyreduce.windows`."""
-        self._check_open(what)
-
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
+        """Raise unless the signal can be used."""
         if self._region is None:
             raise ValueError(self._worded(what, "this signal is closed"))
         self._peers.check_usable()
@@ -361,7 +336,7 @@ class Signal:
 
     def _find_own(self, cell: Any, what: str) -> int:
         """Address of one of this rank's cells, remembered for the next time."""
-        self._check_open(what)
+        self.check_open(what)
         address = self._chunk.base + self._offset + self._cell_number(cell, what) * CELL
         self._own[cell] = address
         return address
@@ -371,12 +346,9 @@ class Signal:
 
         Addresses if shared, else an offset, and the record's number among the words of this rank's part.
         """
-        self._check_open("notify")
+        self.check_open("notify")
         owner = self.owner
-        if not isinstance(peer, int | np.integer):
-            raise TypeError(self._worded("notify", f"peer must be a rank, an int, got {peer!r}"))
-        if not 0 <= peer < owner.size:
-            raise ValueError(self._worded("notify", f"there is no rank {peer}; ranks are 0..{owner.size - 1}"))
+        owner.check_peer(peer, self._worded, "notify")
         number = self._cell_number(cell, "notify")
         offset = self._offset + number * CELL
         record = self._records + (int(peer) * self.size + number) * 8 if self._recorded else 0

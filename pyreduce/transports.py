@@ -107,7 +107,6 @@ class _Window:
 
     def __init__(self, window: MPI.Win, comm: MPI.Intracomm, nbytes: int, crowded: bool) -> None:
         self._win = window
-        self.crowded = crowded
         self.looks = LOOKS_CROWDED if crowded else LOOKS_WITH_A_CORE
         self._comm = comm
         self._rank = comm.rank

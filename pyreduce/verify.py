@@ -96,7 +96,7 @@ def verify(name: str, function: RoundsFunction, collective: str, nranks: int, *,
         `function` does not serve this collective or this number of ranks.
     """
     programs = [build(name, function, collective, nranks, rank) for rank in range(nranks)]
-    calls = CALLS if nranks <= CALLS_UP_TO and any(program.window or program.cells for program in programs) else 1
+    calls = CALLS if nranks <= CALLS_UP_TO and any(program.one_sided for program in programs) else 1
     inputs: list[dict[int, Symbol]] = [
         dict.fromkeys(input_blocks(collective, nranks, rank), rank) for rank in range(nranks)
     ]

@@ -20,10 +20,10 @@ from pyreduce.arena import LINE, Region
 from pyreduce.arrays import Array, address, as_array
 from pyreduce.calls import Call
 from pyreduce.execute import Plan, Room, Turn
-from pyreduce.onesided import OneSided
+from pyreduce.onesided import OneSided, check_shape, check_size
 from pyreduce.ops import SUM, Op, resolve_op
 from pyreduce.programs import build, place_window
-from pyreduce.signals import Cell, NotifyOp, Signal, check_shape, check_size
+from pyreduce.signals import Cell, NotifyOp, Signal
 
 __all__ = ["Window", "make_window"]
 
@@ -272,10 +272,7 @@ class Window:
 
     def _check_peer(self, what: str, peer: Any) -> None:
         self._check_open(what)
-        if type(peer) is not int and not isinstance(peer, int | np.integer):
-            raise TypeError(self._worded(what, f"peer must be a rank, an int, got {peer!r}"))
-        if not 0 <= peer < self._owner.size:
-            raise ValueError(self._worded(what, f"there is no rank {peer}; ranks are 0..{self._owner.size - 1}"))
+        self._owner.check_peer(peer, self._worded, what)
 
     def _region_of(self, what: str, index: Any) -> tuple[int, tuple[int, ...]]:
         """Offset in any rank's part, and shape, of the region that an index names; remembered for the next time."""
@@ -372,7 +369,7 @@ class Window:
             raise TypeError(self._worded(what, f"signal must be a Signal, got {type(signal).__name__}"))
         if signal.owner is not self._owner:
             raise ValueError(self._worded(what, "the signal belongs to another communicator"))
-        signal.check_usable(what)
+        signal.check_open(what)
 
     def _lock(self, peer: int, timeout: float | None) -> None:
         """Take the lock of a peer's part: a word that holds who has it, plus 1."""

@@ -269,3 +269,15 @@ def communicator(make_communicator: Callable[..., Any], comm: Any) -> Any:
     if comm == MPI.COMM_NULL:
         return None
     return make_communicator(segment_bytes=64, in_flight=2)
+
+
+@pytest.fixture(params=["shared", "rma"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How windows and signals reach peers: a test that takes it runs on both."""
+    return request.param
+
+
+@pytest.fixture
+def k(make_communicator: Callable[..., Any], comm: Any, transport: str) -> Any:
+    """A communicator that uses the transport; None beyond `comm`."""
+    return make_communicator(transport=transport) if comm else None

@@ -21,17 +21,6 @@ ROUNDS = int(os.environ.get("STRESS_ROUNDS", 500))
 several = pytest.mark.ranks(2, 3, 4)
 
 
-@pytest.fixture(params=["shared", "rma"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def k(make_communicator: MakeCommunicator, comm: Any, transport: str) -> Any:
-    """A communicator that uses the transport; None beyond `comm`."""
-    return make_communicator(transport=transport) if comm else None
-
-
 def neighbours(k: pr.Communicator) -> tuple[int, int]:
     return (k.rank + 1) % k.size, (k.rank - 1) % k.size
 

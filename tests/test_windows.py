@@ -20,17 +20,6 @@ MakeCommunicator = Callable[..., pr.Communicator]
 several = pytest.mark.ranks(2, 3, 4)
 
 
-@pytest.fixture(params=["shared", "rma"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def k(make_communicator: MakeCommunicator, comm: Any, transport: str) -> Any:
-    """A communicator that uses the transport; None beyond `comm`."""
-    return make_communicator(transport=transport) if comm else None
-
-
 # ---------------------------------------------------------------------------------------------------------- put and get
 
 

@@ -39,7 +39,7 @@ from pyreduce.programs import (
     place_window,
 )
 
-__all__ = ["mesh", "mesh_in_window", "window_rounds"]
+__all__ = ["barrier_rounds", "mesh", "mesh_in_window", "window_rounds"]
 
 
 def mesh(collective: str, nranks: int, rank: int) -> Iterator[Sequence[Step]]:
@@ -97,6 +97,12 @@ def window_rounds(collective: str, nranks: int, rank: int) -> Iterator[Sequence[
     gets = [Get(peer, place_window(peer, peer), place_window(peer, peer)) for peer in peers]
     yield [*_wait(nranks, rank, barriers), *gets, *_notify(nranks, rank)]
     yield [*_wait(nranks, rank, barriers + 1), *_take_back(nranks, rank, barriers + 1)]
+
+
+def barrier_rounds(collective: str, nranks: int, rank: int) -> Iterator[Sequence[Step]]:
+    """A barrier and nothing else, for cells that serve the next one too; the same for every collective."""
+    yield _notify(nranks, rank)
+    yield [*_wait(nranks, rank, 1), *_take_back(nranks, rank, 1)]
 
 
 def _peers(nranks: int, rank: int) -> list[int]:
