@@ -9,7 +9,15 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["kernels.c", "fold.c", "cells.c"]
+SOURCES = [
+    "kernels.c",
+    "copy.c",
+    "fold.c",
+    "cells.c",
+    "shared_engine.c",
+    "shared_pieces.c",
+    "shared_door.c",
+]
 
 # The rounding of every kernel is part of its contract: no fused multiply-add, no reordering, and no -march.
 FLAGS = ["-O3", "-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]

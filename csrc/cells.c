@@ -6,28 +6,12 @@
  */
 #define _DEFAULT_SOURCE
 #include "core.h"
+#include "wait.h"
 
 #include <sched.h>
 #include <stdatomic.h>
-#include <time.h>
 
 typedef _Atomic int64_t cell_t;
-
-static void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
 
 static int satisfied(cell_t *cell, int64_t expected, int equal)
 {
@@ -73,7 +57,7 @@ static int look(cell_t *cell, int64_t expected, int equal, int times)
     for (int i = 0; i < times; i++) {
         if (satisfied(cell, expected, equal))
             return 1;
-        relax();
+        pr_relax();
     }
     return 0;
 }
@@ -90,11 +74,11 @@ int pr_cell_look_equal(uintptr_t cell, int64_t expected, int times)
 
 int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int times, int64_t nanoseconds)
 {
-    int64_t end = now() + nanoseconds;
+    int64_t end = pr_now() + nanoseconds;
     do {
         if (look((cell_t *)cell, expected, equal, times))
             return 1;
         sched_yield(); /* ranks may outnumber cores: the peer may need this one */
-    } while (now() < end);
+    } while (pr_now() < end);
     return 0;
 }

@@ -8,14 +8,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The one table of codes: 0 is success, everything else is negative. */
+/* The one table of codes: 0 is success, what is negative an error; what is positive says how far a call has come. */
 enum pr_code {
     PR_OK = 0,
+    PR_PENDING = 1,  /* a peer has not come yet */
+    PR_MISMATCH = 2, /* a peer has come with another call, or has given up */
+    PR_SHUT = 3,     /* not this way: nothing was done */
+    PR_BUSY = 4,     /* another call is under way */
     PR_BAD_OP = -1,      /* no such op */
     PR_BAD_DTYPE = -2,   /* no such dtype */
     PR_BAD_PAIR = -3,    /* the op is not defined for the dtype */
     PR_BAD_COUNT = -4,   /* k < 1 */
     PR_BAD_DIVISOR = -5, /* not positive, or not exact in float32 */
+    PR_NO_ROOM = -7,     /* out of memory, or slots too small for so many ranks */
     PR_BAD_ISA = -6      /* PYREDUCE_ISA names an instruction set that is unknown or not available here */
 };
 
@@ -79,5 +84,79 @@ int pr_cell_look_equal(uintptr_t cell, int64_t expected, int times);
 
 /* The same for some time, yielding the core after so many looks. */
 int pr_cell_wait(uintptr_t cell, int64_t expected, int equal, int times, int64_t nanoseconds);
+
+/* Copy bytes past the caches, where the CPU can; the regions are apart. */
+void pr_copy_streaming(size_t nbytes, uintptr_t out, uintptr_t src);
+
+/* The shared-memory engine (csrc/shared_engine.c). One rank's engine works on the parts of an arena, all zero at first,
+ * of pr_shared_bytes(slot) bytes each and aligned to 128; parts[r] is where rank r's lies in this process. */
+enum pr_collective { PR_REDUCE_SCATTER, PR_ALLGATHER, PR_ALLREDUCE };
+
+struct pr_shared;      /* an engine */
+struct pr_shared_plan; /* a collective for given sizes */
+struct pr_door;        /* a short way in from NumPy arrays */
+
+size_t pr_shared_bytes(size_t slot);
+
+/* looks: how often a waiting loop looks before it yields the core. Vectors from stream_from bytes on have their results
+ * stored past the caches. NULL: no memory. */
+struct pr_shared *pr_shared_open(int nranks, int rank, const uintptr_t *parts, size_t slot, int looks,
+                                 size_t stream_from);
+void pr_shared_close(struct pr_shared *e);
+
+/* Memory besides the arena that all ranks can read: inputs that lie there are read in place. The same on all ranks. */
+int pr_shared_add_chunk(struct pr_shared *e, const uintptr_t *parts, size_t nbytes);
+void pr_shared_forget_chunks(struct pr_shared *e);
+
+/* Prepare a collective: op and dtype of a fold (of none for an allgather), a divisor or 0, the bytes of an element, the
+ * elements of every rank's block, a number that is the same on all ranks if they make the same call. An allreduce of up
+ * to small_bytes runs in one phase. NULL: code says why. */
+struct pr_shared_plan *pr_shared_plan(struct pr_shared *e, int collective, int op, int dtype, double divisor,
+                                      size_t size, const size_t *counts, uint64_t fingerprint, size_t small_bytes,
+                                      int *code);
+void pr_shared_plan_free(struct pr_shared_plan *p);
+uint64_t pr_shared_plan_calls(const struct pr_shared_plan *p);
+uint64_t pr_shared_plan_pieces(const struct pr_shared_plan *p);
+uint64_t pr_shared_plan_waited(const struct pr_shared_plan *p); /* nanoseconds */
+
+/* Begin a call and do what can be done at once. target may be source (an allgather's: be around it); in place, a
+ * reduce_scatter needs counts[0] >= counts[rank], or its result would lie over what is still to be read. One call at a time: PR_BUSY if another is under way. PR_OK: it is over. */
+int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target);
+
+/* Go on with it: do what can be done, and wait for peers for about so long; 0: not at all. */
+int pr_shared_advance(struct pr_shared *e, int64_t nanoseconds);
+
+/* Which ranks are waited for: missing[r] is 0 or 1; their number. The round, counted by pieces from 1. */
+int pr_shared_missing(const struct pr_shared *e, unsigned char *missing);
+uint64_t pr_shared_rounds(const struct pr_shared *e);
+
+/* The plan of the call under way, or NULL. */
+struct pr_shared_plan *pr_shared_current(const struct pr_shared *e);
+
+/* This rank has given up: whoever comes later finds a mismatch. */
+void pr_shared_poison(struct pr_shared *e);
+
+/* Doors (csrc/shared_door.c): a door may be NULL, which is shut; objects are CPython's ndarrays, by address. pr_door_layout says how many bytes the head of
+ * an object has, and where the type ndarray lies; pr_door_look, what is seen of an array, so that it can be compared. */
+void pr_door_layout(size_t head, uintptr_t type);
+int pr_door_look(uintptr_t object, uintptr_t *data, int *nd, intptr_t *first_dim, uintptr_t *descr, int *flags);
+uintptr_t pr_door_address(uintptr_t object); /* of an array's data; 0: not known */
+struct pr_door *pr_door_make(struct pr_shared *e);
+void pr_door_free(struct pr_door *door);
+int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t send, uintptr_t recv);
+
+/* A whole call. PR_SHUT: nothing was done, take the long way. PR_PENDING, PR_MISMATCH: go on with pr_shared_advance. */
+int pr_door_call(struct pr_door *door, uintptr_t send, uintptr_t recv);
+
+/* The two halves of a call, for addresses that are known to be good. */
+int pr_door_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target);
+int pr_door_wait(struct pr_shared_plan *p);
+
+/* Calls that have come through doors. */
+uint64_t pr_door_calls(const struct pr_shared *e);
+
+/* Shut all doors of an engine, for the long way; PR_BUSY if another thread is inside one. */
+int pr_door_shut(struct pr_shared *e);
+void pr_door_open(struct pr_shared *e);
 
 #endif

@@ -1,8 +1,7 @@
 /* pr_fold and pr_divide: check the arguments, find the kernel, and choose how the result is stored.
  *
- * A result larger than any cache is stored past it (streaming): ordinary stores first read every line that they are
- * about to overwrite, a third of the traffic of a two-source fold. For that the kernel folds a tile into a buffer that
- * stays in the L1 cache, and the tile goes out with non-temporal stores. Smaller results are stored as usual, since
+ * A result larger than any cache is stored past it (see copy.c). For that the kernel folds a tile into a buffer that
+ * stays in the L1 cache, and the tile goes out with streaming stores. Smaller results are stored as usual, since
  * somebody is about to send or read them. Never when out is a source: its lines are in the cache already.
  */
 #include "kernels.h"
@@ -12,51 +11,25 @@
 #include <emmintrin.h>
 #endif
 
+enum { STREAM_FROM = 8 << 20, TILE = 4096, LINE = 64 };
+
 static const unsigned char dtype_size[PR_DTYPE_COUNT] = {
     [PR_BOOL] = 1,    [PR_INT8] = 1,    [PR_INT16] = 2,    [PR_INT32] = 4,     [PR_INT64] = 8,   [PR_UINT8] = 1,
     [PR_UINT16] = 2,  [PR_UINT32] = 4,  [PR_UINT64] = 8,   [PR_FLOAT16] = 2,   [PR_BFLOAT16] = 2, [PR_FLOAT32] = 4,
     [PR_FLOAT64] = 8, [PR_LONGDOUBLE] = sizeof(long double), [PR_COMPLEX64] = 8, [PR_COMPLEX128] = 16,
 };
 
-#if defined(__x86_64__)
-enum { STREAM_FROM = 8 << 20, STREAM_TILE = 4096, LINE = 64 };
-
-static int may_stream(size_t n, size_t size, uintptr_t out, const uintptr_t *srcs, int k)
+static int is_complex(int dtype)
 {
-    if (n < STREAM_FROM / size || out % size != 0)
-        return 0;
-    for (int j = 0; j < k; j++)
-        if (srcs[j] == out)
-            return 0;
-    return 1;
+    return dtype == PR_COMPLEX64 || dtype == PR_COMPLEX128;
 }
 
-static void fold_streaming(pr_fold_kernel *kernel, size_t n, size_t size, uintptr_t out, const uintptr_t *srcs, int k)
+static int divisor_is_good(double divisor)
 {
-    _Alignas(64) char tile[STREAM_TILE];
-    size_t head = (LINE - out % LINE) % LINE / size, step = STREAM_TILE / size;
-    kernel((void *)out, srcs, k, 0, head);
-    for (size_t start = head; start < n; start += step) {
-        size_t m = n - start < step ? n - start : step, bytes = m * size, whole = bytes - bytes % LINE;
-        char *to = (char *)out + start * size;
-        kernel(tile, srcs, k, start, m);
-        for (size_t at = 0; at < whole; at += LINE) {
-            __m128i *line = (__m128i *)(void *)(to + at);
-            const __m128i *from = (const __m128i *)(const void *)(tile + at);
-            __m128i a = _mm_load_si128(from), b = _mm_load_si128(from + 1);
-            __m128i c = _mm_load_si128(from + 2), d = _mm_load_si128(from + 3);
-            _mm_stream_si128(line, a);
-            _mm_stream_si128(line + 1, b);
-            _mm_stream_si128(line + 2, c);
-            _mm_stream_si128(line + 3, d);
-        }
-        memcpy(to + whole, tile + whole, bytes - whole);
-    }
-    _mm_sfence(); /* whoever is told that the result is there must see it */
+    return divisor > 0 && divisor <= 3e38 && (double)(float)divisor == divisor;
 }
-#endif
 
-int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, int k)
+int pr_find_folding(int op, int dtype, double divisor, struct pr_folding *found)
 {
     const struct pr_kernels *table = pr_choose_kernels();
     if (table == NULL)
@@ -65,32 +38,104 @@ int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, i
         return PR_BAD_OP;
     if (dtype < 0 || dtype >= PR_DTYPE_COUNT)
         return PR_BAD_DTYPE;
-    if (k < 1)
-        return PR_BAD_COUNT;
-    if (op == PR_SUM && (dtype == PR_COMPLEX64 || dtype == PR_COMPLEX128)) {
+    if (divisor != 0 && !divisor_is_good(divisor))
+        return PR_BAD_DIVISOR;
+    size_t per = 1;
+    if (op == PR_SUM && is_complex(dtype)) {
         dtype = dtype == PR_COMPLEX64 ? PR_FLOAT32 : PR_FLOAT64;
-        n *= 2;
+        per = 2;
     } else if (op >= PR_BAND && dtype >= PR_INT8 && dtype <= PR_UINT64) {
-        n *= dtype_size[dtype];
+        per = dtype_size[dtype];
         dtype = PR_UINT8;
     }
-    pr_fold_kernel *kernel = table->fold[op][dtype];
-    size_t size = dtype_size[dtype];
-    if (kernel == NULL)
-        return PR_BAD_PAIR;
+    *found = (struct pr_folding){.kernel = table->fold[op][dtype], .divisor = divisor, .size = dtype_size[dtype],
+                                 .per = per};
+    if (divisor != 0) {
+        found->mean = table->mean[dtype];
+        found->divide = table->divide[dtype];
+    }
+    return found->kernel == NULL || (divisor != 0 && found->divide == NULL) ? PR_BAD_PAIR : PR_OK;
+}
+
+static void fold_tile(const struct pr_folding *f, char *to, const uintptr_t *srcs, int k, size_t begin, size_t n)
+{
+    if (f->mean != NULL) {
+        f->mean(to, srcs, k, begin, n, f->divisor);
+        return;
+    }
+    f->kernel(to, srcs, k, begin, n);
+    if (f->divide != NULL)
+        f->divide(to, to, n, f->divisor);
+}
+
+/* Fetch what a later tile will read first from memory: the sources that no rank has staged. */
+static void fetch(const char *src, size_t nbytes)
+{
+#if defined(__x86_64__)
+    for (size_t at = 0; at < nbytes; at += LINE)
+        _mm_prefetch(src + at, _MM_HINT_T0);
+#else
+    (void)src, (void)nbytes;
+#endif
+}
+
+void pr_fold_out(const struct pr_folding *f, size_t n, char *out, char *keep, const uintptr_t *srcs, int k, int stream)
+{
+    size_t size = f->size, whole = n * f->per, step = TILE / size;
+    if (k == 1) { /* nothing is folded: a logical op of one operand, too, is a copy */
+        if ((uintptr_t)out != srcs[0])
+            pr_copy_out(out, (const char *)srcs[0], whole * size, stream);
+        if (keep != NULL)
+            memcpy(keep, (const char *)srcs[0], whole * size);
+        return;
+    }
+    stream &= (uintptr_t)out % size == 0; /* or tiles would never begin on a line */
+    if (!stream && keep == NULL && f->divide == NULL) {
+        f->kernel(out, srcs, k, 0, whole);
+        return;
+    }
+    _Alignas(LINE) char tile[TILE];
+    size_t m = stream ? (LINE - (uintptr_t)out % LINE) % LINE / size : 0;
+    for (size_t start = 0; start < whole; start += m, m = 0) {
+        if (m == 0 || m > whole - start)
+            m = whole - start < step ? whole - start : step;
+        char *to = keep != NULL ? keep + start * size : stream ? tile : out + start * size;
+        for (int j = 0; stream && j < k; j++)
+            fetch((const char *)srcs[j] + (start + m) * size, TILE);
+        fold_tile(f, to, srcs, k, start, m);
+        if (to != out + start * size)
+            pr_copy_out(out + start * size, to, m * size, stream);
+    }
+}
+
+static int may_stream(size_t nbytes, uintptr_t out, const uintptr_t *srcs, int k)
+{
+    if (nbytes < STREAM_FROM)
+        return 0;
+    for (int j = 0; j < k; j++)
+        if (srcs[j] == out)
+            return 0;
+    return 1;
+}
+
+int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, int k)
+{
+    struct pr_folding f;
+    int code = pr_find_folding(op, dtype, 0, &f);
+    if (code != PR_OK)
+        return code;
+    if (k < 1)
+        return PR_BAD_COUNT;
     if (n == 0)
         return PR_OK;
     if (k == 1) {
-        memmove((void *)out, (const void *)srcs[0], n * size);
+        memmove((void *)out, (const void *)srcs[0], n * f.per * f.size);
         return PR_OK;
     }
-#if defined(__x86_64__)
-    if (may_stream(n, size, out, srcs, k)) {
-        fold_streaming(kernel, n, size, out, srcs, k);
-        return PR_OK;
-    }
-#endif
-    kernel((void *)out, srcs, k, 0, n);
+    int stream = may_stream(n * f.per * f.size, out, srcs, k);
+    pr_fold_out(&f, n, (char *)out, NULL, srcs, k, stream);
+    if (stream)
+        pr_end_stream(); /* whoever is told that the result is there must see it */
     return PR_OK;
 }
 
@@ -100,11 +145,6 @@ int pr_fold2(int op, int dtype, size_t n, uintptr_t out, uintptr_t first, uintpt
     return pr_fold(op, dtype, n, out, srcs, 2);
 }
 
-void pr_copy(size_t nbytes, uintptr_t out, uintptr_t src)
-{
-    memmove((void *)out, (const void *)src, nbytes);
-}
-
 int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor)
 {
     const struct pr_kernels *table = pr_choose_kernels();
@@ -112,9 +152,9 @@ int pr_divide(int dtype, size_t n, uintptr_t out, uintptr_t src, double divisor)
         return PR_BAD_ISA;
     if (dtype < 0 || dtype >= PR_DTYPE_COUNT)
         return PR_BAD_DTYPE;
-    if (!(divisor > 0) || divisor > 3e38 || (double)(float)divisor != divisor)
+    if (!divisor_is_good(divisor))
         return PR_BAD_DIVISOR;
-    if (dtype == PR_COMPLEX64 || dtype == PR_COMPLEX128) {
+    if (is_complex(dtype)) {
         dtype = dtype == PR_COMPLEX64 ? PR_FLOAT32 : PR_FLOAT64;
         n *= 2;
     }

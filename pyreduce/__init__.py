@@ -40,6 +40,7 @@ from pyreduce.programs import (
 if TYPE_CHECKING:
     from pyreduce.collectives import allgather, allreduce, reduce_scatter
     from pyreduce.communicator import Communicator, Stats
+    from pyreduce.requests import PersistentRequest, Request, waitall
     from pyreduce.signals import NotifyOp, Signal, WaitCmp
     from pyreduce.windows import Window
 
@@ -69,10 +70,12 @@ __all__ = [
     "Notify",
     "NotifyOp",
     "Op",
+    "PersistentRequest",
     "Program",
     "Put",
     "PyreduceError",
     "Recv",
+    "Request",
     "Send",
     "Signal",
     "Stats",
@@ -90,11 +93,14 @@ __all__ = [
     "place_window",
     "reduce_scatter",
     "register_algorithm",
+    "waitall",
 ]
 
 _NEEDS_MPI = {
     "Communicator": "pyreduce.communicator",
     "NotifyOp": "pyreduce.signals",
+    "PersistentRequest": "pyreduce.requests",
+    "Request": "pyreduce.requests",
     "Signal": "pyreduce.signals",
     "Stats": "pyreduce.communicator",
     "WaitCmp": "pyreduce.signals",
@@ -102,6 +108,7 @@ _NEEDS_MPI = {
     "allgather": "pyreduce.collectives",
     "allreduce": "pyreduce.collectives",
     "reduce_scatter": "pyreduce.collectives",
+    "waitall": "pyreduce.requests",
 }
 
 

@@ -105,19 +105,39 @@ class Arena:
         Bytes that MPI moves at once, at most.
     agree : callable
         ``agree(call, word, timeout)`` gives every rank's word, when all have come with the same call.
+    settled : callable, optional
+        Called when all ranks know how an allocation has ended.
+
+    Attributes
+    ----------
+    crowded : bool
+        Ranks of this node outnumber its cores; known once something has been allocated.
     """
 
-    def __init__(self, comm: MPI.Intracomm, transport: str | None, limit: int, agree: Agree) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        transport: str | None,
+        limit: int,
+        agree: Agree,
+        settled: Callable[[], None] | None = None,
+    ) -> None:
         self._comm = comm
         self._wanted = transport
         self._limit = limit
         self._agree = agree
+        self._settled = settled
         self._kind: type[SharedChunk | RmaChunk] | None = None
         self._held: list[_Held] = []
         self._made = self._open = self._state = 0
-        self._crowded = False
+        self.crowded = False
         self._node_size = 1  # of the fullest node
         self._refusal = ""
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The memory that has been carved, all of it."""
+        return [held.chunk for held in self._held]
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """What all ranks must agree on before they carve."""
@@ -147,6 +167,8 @@ class Arena:
         if found is not None and not _zero(found):
             outcome = NO_MEMORY
         told = self._agree(call, outcome, timeout)
+        if self._settled is not None:
+            self._settled()
         if max(told) > GOT:
             self._undo(found, fresh, told)
             raise self._explain(told, nbytes)
@@ -174,7 +196,7 @@ class Arena:
         together = node.size == self._comm.size
         self._node_size = max(self._comm.allgather(node.size))
         cores = set().union(*node.allgather(os.sched_getaffinity(0)))
-        self._crowded = node.size > len(cores)
+        self.crowded = node.size > len(cores)
         node.Free()
         if self._wanted == "shared" and not together:
             return SEVERAL_NODES
@@ -203,7 +225,7 @@ class Arena:
             return NO_MEMORY, None
         assert self._kind is not None
         try:
-            chunk = self._kind(self._comm, wished if wished <= most // 2 else size, self._limit, self._crowded)
+            chunk = self._kind(self._comm, wished if wished <= most // 2 else size, self._limit, self.crowded)
         except (MPI.Exception, MemoryError, Unsupported) as error:
             self._refusal = f"; the MPI says here: {error}"
             return REFUSED, None

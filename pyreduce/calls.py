@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from pyreduce.errors import name_ranks
 from pyreduce.ops import Op
 from pyreduce.settings import Settings
 
-__all__ = ["Call", "Fingerprint", "compare", "describe"]
+__all__ = ["Call", "Facts", "Fingerprint", "compare", "describe"]
 
+Facts = tuple[tuple[str, str], ...]
 Fingerprint = tuple[tuple[str, str], ...]
 
 
@@ -42,7 +43,7 @@ class Call:
     op: Op | None
     dtype: np.dtype[Any]
     counts: tuple[int, ...]
-    rows: tuple[tuple[str, str], ...]
+    rows: Facts
     rank: int
     settings: Settings
 
@@ -63,6 +64,10 @@ class Call:
         """Whether the result is divided by the number of ranks."""
         return self.op is not None and self.op.name == "AVG"
 
+    def like(self, **changes: Any) -> Call:
+        """The same call but for these attributes."""
+        return replace(self, **changes)
+
     def fingerprint(self) -> Fingerprint:
         """Names and values of everything that all ranks must agree on."""
         settings = self.settings
@@ -77,18 +82,20 @@ class Call:
             ("in_flight", str(settings.in_flight)),
             ("message_bytes", str(settings.message_bytes)),
             ("transport", settings.transport or "none"),
+            ("arena_bytes", str(settings.arena_bytes)),
         )
 
     def digest(self) -> int:
-        """32 bits that differ, in all likelihood, between calls that differ."""
-        return zlib.crc32(repr(self.fingerprint()).encode())
+        """64 bits that differ, in all likelihood, between calls that differ."""
+        told = hashlib.blake2b(repr(self.fingerprint()).encode(), digest_size=8)
+        return int.from_bytes(told.digest(), "little")
 
 
 def describe(fingerprint: Fingerprint) -> str:
     """A fingerprint in one line of words, settings left out."""
     facts = dict(fingerprint)
     words = [facts.pop("collective"), "by", facts.pop("algorithm")]
-    for setting in ("check", "segment_bytes", "in_flight", "message_bytes"):
+    for setting in ("check", "segment_bytes", "in_flight", "message_bytes", "arena_bytes"):
         facts.pop(setting, None)
     return " ".join(words) + "".join(f", {name} {value}" for name, value in facts.items() if value != "none")
 

@@ -1,73 +1,56 @@
 """The front door: `Communicator`, and the one path that every collective call takes.
 
-A call goes through here in this order: arguments are checked on this rank alone, before any communication
-(`pyreduce.arguments`); its plan is looked up or made (`_plan_for`); it gets its number and is run under the waiting
-loop (`_run`); strided results are unpacked.
+A blocking call on plain contiguous arrays that has been here before goes through a door of the shared-memory engine:
+one step (`_door_call`). Everything else goes: arguments are checked on this rank alone, before any communication
+(`pyreduce.arguments`); its plan is looked up or made (`pyreduce.plans`); it is put into the queue of calls and waited
+for (`pyreduce.pending`), or handed out as a request (`pyreduce.requests`); strided results are unpacked.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from time import perf_counter
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from pyreduce import algorithms, arrays, ops
-from pyreduce.algorithms.native import NativeExecution, NativePlan
-from pyreduce.arena import Arena, Region
+from pyreduce import algorithms, arrays
+from pyreduce._core import ffi, lib
+from pyreduce.algorithms.shared import Engine, SharedPlan
+from pyreduce.arena import Arena
 from pyreduce.arguments import IN_PLACE, Arguments, check_arguments, check_block
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
-from pyreduce.execute import Execution, Plan, Room, Tags
+from pyreduce.execute import Plan, Room, Tags
 from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
-from pyreduce.onesided import OneSided
+from pyreduce.memory import SharedArrays
+from pyreduce.onesided import OneSided, check_shape, check_size
 from pyreduce.ops import SUM, Op, resolve_op
-from pyreduce.peers import Peers, duplicate, keep_for_ever, log
-from pyreduce.selection import check_algorithm, choose
+from pyreduce.peers import Peers, duplicate, keep_for_ever
+from pyreduce.pending import AnyPlan, Operation, Pending, Staging, Stats
+from pyreduce.plans import Plans
+from pyreduce.progress import Progress
+from pyreduce.requests import PersistentRequest, Request
+from pyreduce.selection import check_algorithm
 from pyreduce.settings import check_seconds, read_settings
 from pyreduce.signals import Signal, make_signal
 from pyreduce.windows import Window, make_window
 
 __all__ = ["IN_PLACE", "Communicator", "Stats"]
 
-PLANS_KEPT = 256
-SCRATCH_KEPT = 64 << 20
-AWAY_SECONDS = 0.05  # after a longer pause a rank looks for notices before it joins a call
-RECORD_BYTES = 512  # what check="full" exchanges: digest and call site
+DOORS_KEPT = 256
+PROGRESS = (None, "thread")
+
+_door_call, OK, SHUT = lib.pr_door_call, lib.PR_OK, lib.PR_SHUT
 
 
-_Ready: TypeAlias = "tuple[Plan | NativePlan, int | None]"  # a plan, and the digest that its tags carry
+class _Doors(dict[Any, Any]):
+    """Doors by op and algorithm; where there is none, one that is shut."""
 
-
-@dataclass(slots=True)
-class Stats:
-    """What the calls of one collective by one algorithm have cost this rank so far.
-
-    Attributes
-    ----------
-    calls : int
-        Calls completed.
-    rounds : int
-        Rounds of messages in them (a round counts once a call, however many segments run it).
-    bytes_sent, bytes_received : int
-        Bytes of point-to-point messages, and of what was put into and got from peers' windows; what ``native`` moves
-        inside the MPI cannot be seen and is not counted.
-    wait_seconds : float
-        Time in which nothing could be done but wait for peers.
-    """
-
-    calls: int = 0
-    rounds: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_seconds: float = 0.0
+    def __missing__(self, key: object) -> Any:
+        return ffi.NULL
 
 
 class Communicator:
@@ -93,14 +76,18 @@ class Communicator:
     transport : {"shared", "rma"}, optional
         How windows, signals and ``mesh`` reach peers: through shared memory, which needs all ranks on one node, or
         through MPI's one-sided calls. Default ``PYREDUCE_TRANSPORT``, or shared where it can be.
-    segment_bytes, in_flight, message_bytes, warn_seconds : optional
+    progress : {"thread"}, optional
+        Advance nonblocking calls in a thread of its own while the program computes (see `pyreduce.progress`); default:
+        they advance inside calls, `Request.test` and `Request.wait`. Programs of messages then need an MPI that was
+        initialised with ``MPI.THREAD_MULTIPLE``, mpi4py's default.
+    segment_bytes, in_flight, message_bytes, warn_seconds, arena_bytes : optional
         See `pyreduce.settings`.
 
     Attributes
     ----------
     rank, size : int
     stats : dict
-        `Stats` by ``(collective, algorithm)``.
+        `Stats` by ``(collective, algorithm)``, brought up to date when it is looked up.
 
     Raises
     ------
@@ -123,6 +110,8 @@ class Communicator:
         message_bytes: int | None = None,
         warn_seconds: float | None = None,
         transport: str | None = None,
+        arena_bytes: int | None = None,
+        progress: str | None = None,
     ) -> None:
         comm = check_comm(comm)
         self._settings = read_settings(
@@ -133,71 +122,88 @@ class Communicator:
             timeout=timeout,
             warn_seconds=warn_seconds,
             transport=transport,
+            arena_bytes=arena_bytes,
         )
         if algorithm is not None and algorithm not in algorithms.names():
             algorithms.get(algorithm)
-        self._algorithm = algorithm
-        self._deterministic = bool(deterministic)
+        if progress not in PROGRESS:
+            raise ValueError(f"progress is {progress!r}, needs to be 'thread' or None")
+        if progress == "thread" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise ValueError("progress='thread' needs an MPI that was initialised with MPI.THREAD_MULTIPLE")
         warn_if_foreign_launcher()
         self._comm: MPI.Intracomm | None = duplicate(comm, self._settings.timeout, self._settings.warn_seconds)
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.stats: dict[tuple[str, str], Stats] = {}
         self._peers = Peers(self._comm, self._settings.warn_seconds)
-        self._tags = Tags(largest_tag())
-        self._number = 0
-        self._last = perf_counter()
-        self._registrations = algorithms.registrations()
-        self._lock = threading.Lock()
-        self._plans: dict[Any, _Ready] = {}
-        self._ready: dict[Any, _Ready] = {}
-        self._scratch = np.empty(0, np.uint8)
-        self._scratch_address = 0
-        self._sites: set[tuple[str, ...]] = set()
-        self._words: Plan | None = None
-        # Two: what users make and close, in an order of their own, does not move what the calls of ours carve.
-        self._arena, self._room_arena = (
-            Arena(self._comm, self._settings.transport, self._settings.message_bytes, self._agree) for _ in range(2)
+        self._pending = Pending(self._comm, self._peers, Tags(largest_tag()), self._settings)
+        self._plans = Plans(
+            self._comm,
+            self._settings,
+            algorithm,
+            bool(deterministic),
+            self._agree,
+            self._forget_plans,
+            self._pending.count,
         )
-        self._room: Room | None = None
-        self._room_region: Region | None = None
+        self._doors = {"reduce_scatter": _Doors(), "allgather": _Doors(), "allreduce": _Doors()}
+        self._reduce_scatter_doors, self._allgather_doors, self._allreduce_doors = self._doors.values()
+        self._in_doors = 0
+        self._words: Plan | None = None
+        limit = self._settings.message_bytes
+        count = self._pending.count
+        self._arena = Arena(self._comm, self._settings.transport, limit, self._agree, count)
         self._one_sided = OneSided(self.rank, self.size, self._settings, self._peers, self._arena, self)
+        self._arrays = SharedArrays(Arena(self._comm, "shared", limit, self._agree, count), self._agree)
+        if progress == "thread":
+            self._pending.progress = Progress(self._pending.push_on)
 
     def __enter__(self) -> Communicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if value is not None and self._comm is not None:
-            self._peers.quit(value, self._number + 1)
+            self._peers.quit(value, self.next_call())
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._comm is None else "broken" if self._peers.broken else f"{self._number} calls"
+        state = (
+            "closed"
+            if self._comm is None
+            else "broken"
+            if self._peers.broken
+            else f"{sum(s.calls for s in self.stats.values())} calls"
+        )
         return f"<pyreduce.Communicator rank {self.rank} of {self.size}, {state}>"
 
+    @property
+    def stats(self) -> dict[tuple[str, str], Stats]:
+        """`Stats` by ``(collective, algorithm)``."""
+        return self._pending.stats
+
     def close(self) -> None:
-        """Free the duplicate communicator; collective, and harmless when repeated.
+        """Complete what is outstanding and free the duplicate communicator; collective, and harmless when repeated.
 
         A broken communicator's duplicate is kept instead: peers may not come to free it, and late messages must find
         it.
         """
         if self._comm is not None and not MPI.Is_finalized():
+            self._pending.close(self._settings.timeout)
             self._one_sided.close()
             if self._peers.drain(self._settings.timeout):
                 self._arena.close()
-                self._room_arena.close()
+                self._arrays.close()
+                self._plans.close()
                 self._comm.Free()
             else:
-                keep_for_ever((self._arena, self._room_arena))
+                keep_for_ever((self._arena, self._arrays, self._plans))
         self._comm = None
-        self._room = None
-        self._plans.clear()
-        self._ready.clear()
-        self._scratch = np.empty(0, np.uint8)
+        for doors in self._doors.values():
+            doors.clear()
 
     def forget_timeout(self) -> None:
         """Wait as long as ``PYREDUCE_TIMEOUT`` says from now on."""
         self._settings = replace(self._settings, timeout=read_settings().timeout)
+        self._pending.settings = self._settings
 
     def reduce_scatter(
         self,
@@ -237,6 +243,15 @@ class Communicator:
             This rank's arguments are wrong; nothing has been sent.
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
+        if timeout is None and counts is None:
+            try:
+                code = _door_call(self._reduce_scatter_doors[op, algorithm], id(sendbuf), id(recvbuf))
+                if code == OK:
+                    return recvbuf  # type: ignore[no-any-return]
+                if code != SHUT:
+                    return self._go_on(sendbuf, recvbuf)
+            except BaseException as error:
+                self._torn(error, op, algorithm)
         return self._call("reduce_scatter", sendbuf, recvbuf, op, counts, algorithm, timeout)
 
     def allgather(
@@ -273,6 +288,15 @@ class Communicator:
             This rank's arguments are wrong; nothing has been sent.
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
+        if timeout is None and counts is None:
+            try:
+                code = _door_call(self._allgather_doors[None, algorithm], id(sendbuf), id(recvbuf))
+                if code == OK:
+                    return recvbuf  # type: ignore[no-any-return]
+                if code != SHUT:
+                    return self._go_on(sendbuf, recvbuf)
+            except BaseException as error:
+                self._torn(error, None, algorithm)
         return self._call("allgather", sendbuf, recvbuf, None, counts, algorithm, timeout)
 
     def allreduce(
@@ -307,6 +331,15 @@ class Communicator:
             This rank's arguments are wrong; nothing has been sent.
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
+        if timeout is None:
+            try:
+                code = _door_call(self._allreduce_doors[op, algorithm], id(sendbuf), id(recvbuf))
+                if code == OK:
+                    return recvbuf  # type: ignore[no-any-return]
+                if code != SHUT:
+                    return self._go_on(sendbuf, recvbuf)
+            except BaseException as error:
+                self._torn(error, op, algorithm)
         return self._call("allreduce", sendbuf, recvbuf, op, None, algorithm, timeout)
 
     def window(self, shape: Any, dtype: Any = np.float64, *, timeout: float | None = None) -> Window:
@@ -342,6 +375,186 @@ class Communicator:
         """
         return make_signal(self._one_sided, shape, timeout)
 
+    def ireduce_scatter(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        op: Op | str = SUM,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Request:
+        """`reduce_scatter` that only begins: returns a `Request`, whose ``wait()`` returns the block.
+
+        The buffers must be left alone until the request is complete. Calls of a communicator complete in the order in
+        which they were started; every rank must start the same ones in the same order, and may wait in any.
+        """
+        return self._start("reduce_scatter", sendbuf, recvbuf, op, counts, algorithm)
+
+    def iallgather(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> Request:
+        """`allgather` that only begins, see `ireduce_scatter`. Without `recvbuf` and `counts` it waits for all
+        lengths."""
+        return self._start("allgather", sendbuf, recvbuf, None, counts, algorithm)
+
+    def iallreduce(
+        self, sendbuf: Any, recvbuf: Any = None, *, op: Op | str = SUM, algorithm: str | None = None
+    ) -> Request:
+        """`allreduce` that only begins, see `ireduce_scatter`."""
+        return self._start("allreduce", sendbuf, recvbuf, op, None, algorithm)
+
+    def reduce_scatter_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        op: Op | str = SUM,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> PersistentRequest:
+        """`reduce_scatter` with its arguments settled once: ``start()`` and ``wait()`` it again and again, or call it.
+
+        Contents are read at each start. Made by all ranks, as the first call may have to get memory.
+        """
+        return self._settle("reduce_scatter", sendbuf, recvbuf, op, counts, algorithm)
+
+    def allgather_init(
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        *,
+        counts: Sequence[int] | None = None,
+        algorithm: str | None = None,
+    ) -> PersistentRequest:
+        """`allgather` with its arguments settled once, see `reduce_scatter_init`."""
+        return self._settle("allgather", sendbuf, recvbuf, None, counts, algorithm)
+
+    def allreduce_init(
+        self, sendbuf: Any, recvbuf: Any = None, *, op: Op | str = SUM, algorithm: str | None = None
+    ) -> PersistentRequest:
+        """`allreduce` with its arguments settled once, see `reduce_scatter_init`."""
+        return self._settle("allreduce", sendbuf, recvbuf, op, None, algorithm)
+
+    def empty(self, shape: Any, dtype: Any = np.float64, *, timeout: float | None = None) -> Array:
+        """An array, not initialised, that lies in memory which all ranks of a node share; collective.
+
+        Given as the input of a call, whole or as a contiguous slice, it is read by the peers where it lies, so that
+        ``shared`` copies nothing. Shapes may differ from rank to rank. The memory is used again when the last reference
+        has gone on all ranks and another such array is made. Where the ranks have no shared memory, an ordinary array.
+
+        Parameters
+        ----------
+        shape : int or tuple of int
+        dtype : dtype
+            Any that holds no Python objects.
+        timeout : float, optional
+            Seconds to wait for all ranks to come and make theirs.
+
+        Returns
+        -------
+        ndarray
+
+        Raises
+        ------
+        TypeError, ValueError
+            This rank's arguments are wrong.
+        WindowMemoryError
+            Some rank has no memory for it; on all ranks.
+        MismatchError, CollectiveTimeout, BrokenCommunicatorError
+        """
+        where = f"empty (rank {self.rank} of {self.size})"
+        dims, kind = check_shape(shape, where), np.dtype(dtype)
+        if kind.hasobject:
+            raise TypeError(f"{where}: dtype {kind} holds Python objects, which other ranks cannot read")
+        check_size(where, int(np.prod(dims, dtype=object)) * kind.itemsize)
+        self._check_open("empty")
+        seconds = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
+        call = Call(
+            "empty",
+            "shared",
+            None,
+            np.dtype(np.uint8),
+            (1,) * self.size,
+            self._arrays.facts(),
+            self.rank,
+            self._settings,
+        )
+        self._plans.open_engine(call, seconds)
+        engine = self._engine()
+        if engine is None:
+            return np.empty(dims, kind)
+        array = self._arrays.make(dims, kind, call, seconds)
+        engine.know_chunks(self._arrays.chunks)
+        return array
+
+    def _check_open(self, what: str) -> None:
+        if self._comm is None:
+            raise ValueError(f"{what}: this communicator is closed (rank {self.rank} of {self.size})")
+        self._peers.check_usable()
+
+    def _engine(self) -> Engine | None:
+        """The engine, which the queue is told of as soon as there is one."""
+        self._pending.engine = self._plans.engine
+        return self._plans.engine
+
+    def _forget_plans(self) -> None:
+        """Plans are not kept any more: nor are the doors that know them."""
+        for doors in self._doors.values():
+            doors.clear()
+        self._in_doors = 0
+        self._pending.forget_plans()
+
+    def _prepare(
+        self,
+        collective: str,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: Op | str | None,
+        counts: Sequence[int] | None,
+        algorithm: str | None,
+        timeout: float | None,
+        fresh: bool = False,
+    ) -> tuple[AnyPlan, int | None, Staging]:
+        """Check the arguments, find the plan, and say where the data will lie."""
+        self._check_open(collective)
+        try:
+            if algorithm is not None and not isinstance(algorithm, str):
+                algorithms.get(algorithm)  # type: ignore[unreachable]
+            resolved = None if collective == "allgather" else resolve_op(op)
+            if collective == "allgather" and recvbuf is None and counts is None:
+                counts = self._agree_on_counts(sendbuf, algorithm, timeout)
+            arguments = check_arguments(collective, sendbuf, recvbuf, counts, self.size, self.rank)
+            plan, digest = self._plans.find(collective, arguments, resolved, algorithm, timeout, fresh=fresh)
+        except (TypeError, ValueError) as error:
+            raise self._worded(collective, error) from None
+        self._engine()
+        staging = Staging(plan, arguments)
+        if staging.direct and type(plan) is SharedPlan and counts is None and not fresh:
+            self._open_door(collective, op, algorithm, plan, sendbuf, recvbuf)
+        return plan, digest, staging
+
+    def _open_door(
+        self, collective: str, op: object, algorithm: str | None, plan: SharedPlan, sendbuf: Any, recvbuf: Any
+    ) -> None:
+        """Next time a call with such arrays goes the short way."""
+        if self._settings.check == "full" or type(sendbuf) is not np.ndarray or type(recvbuf) is not np.ndarray:
+            return
+        if self._in_doors >= DOORS_KEPT:
+            self._plans.clear()
+            return
+        key = (op if collective != "allgather" else None, algorithm)
+        door = self._doors[collective].get(key)
+        if door is None:
+            door = self._doors[collective][key] = plan.engine.make_door()
+        if plan.enter_door(door, sendbuf, recvbuf):
+            self._in_doors += 1
+
     def _call(
         self,
         collective: str,
@@ -352,49 +565,67 @@ class Communicator:
         algorithm: str | None,
         timeout: float | None,
     ) -> Array:
-        if self._comm is None:
-            raise ValueError(f"{collective}: this communicator is closed")
-        self._peers.check_usable()
-        if self._registrations != algorithms.registrations():
-            self._registrations = algorithms.registrations()
-            self._plans.clear()
-            self._ready.clear()
-        key: Any = None
-        if timeout is None and counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
-            key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
-            try:
-                ready = self._ready.get(key)
-            except TypeError:  # an op or algorithm without a hash: refused below
-                key, ready = None, None
-            if ready is not None and self._run_ready(ready, sendbuf, recvbuf):
-                return recvbuf
+        """The long way of a blocking call."""
+        seconds = self._seconds(collective, timeout)
+        plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds)
+        return self._run(plan, digest, staging, seconds)
+
+    def _run(self, plan: AnyPlan, digest: int | None, staging: Staging, timeout: float | None) -> Array:
+        staging.read()
+        self._pending.run(self._operation(plan, digest, staging, timeout), timeout)
+        return staging.write()
+
+    def _operation(self, plan: AnyPlan, digest: int | None, staging: Staging, timeout: float | None) -> Operation:
+        room = self._plans.room_for(plan, timeout) if isinstance(plan, Plan) and plan.one_sided else None
+        source, target = staging.source, staging.target
+        return Operation(plan, digest, arrays.address(source), arrays.address(target), (source, target), room)
+
+    def _start(
+        self,
+        collective: str,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: Op | str | None,
+        counts: Sequence[int] | None,
+        algorithm: str | None,
+    ) -> Request:
+        seconds = self._settings.timeout
+        plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds)
+        staging.read()
+        operation = self._operation(plan, digest, staging, seconds)
+        self._pending.start(operation)
+        return Request(self._pending, operation, staging)
+
+    def _settle(
+        self,
+        collective: str,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: Op | str | None,
+        counts: Sequence[int] | None,
+        algorithm: str | None,
+    ) -> PersistentRequest:
+        seconds = self._settings.timeout
+        plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds, fresh=True)
+        return PersistentRequest(self._pending, self._plans, plan, digest, staging)
+
+    def _go_on(self, sendbuf: Array, recvbuf: Array) -> Array:
+        """A door has begun a call that could not be completed within a moment: wait for it."""
+        self._pending.complete_light((sendbuf, recvbuf))
+        return recvbuf
+
+    def _torn(self, error: BaseException, op: object, algorithm: object) -> None:
+        """An exception on the short way: raise it, unless it only says that a door cannot be looked up."""
+        if isinstance(error, TypeError) and _is_unhashable((op, algorithm)):
+            return
+        self._pending.leave_light(error)
+        raise error
+
+    def _seconds(self, collective: str, timeout: float | None) -> float | None:
         try:
-            timeout = self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
-            if algorithm is not None and not isinstance(algorithm, str):
-                algorithms.get(algorithm)  # type: ignore[unreachable]
-            resolved = None if collective == "allgather" else resolve_op(op)
-            if collective == "allgather" and recvbuf is None and counts is None:
-                counts = self._agree_on_counts(sendbuf, algorithm, timeout)
-            arguments = check_arguments(collective, sendbuf, recvbuf, counts, self.size, self.rank)
-            plan, digest = self._plan_for(collective, arguments, resolved, algorithm)
+            return self._settings.timeout if timeout is None else check_seconds("timeout", timeout)
         except (TypeError, ValueError) as error:
             raise self._worded(collective, error) from None
-        if key is not None and arguments.result is recvbuf and plan.work_dtype == arguments.vector.dtype:
-            if len(self._ready) >= PLANS_KEPT:
-                self._ready.clear()
-            self._ready[key] = plan, digest
-        return self._execute(plan, digest, arguments, timeout)
-
-    def _run_ready(self, ready: _Ready, sendbuf: Array, recvbuf: Array) -> bool:
-        """The short way of a call that has been here before, on arrays that need no staging; False if they do."""
-        flags, into = sendbuf.flags, recvbuf.flags
-        if not (flags.c_contiguous and into.c_contiguous and into.writeable):
-            return False
-        source, target = arrays.address(sendbuf), arrays.address(recvbuf)
-        if source < target + recvbuf.nbytes and target < source + sendbuf.nbytes:
-            return False
-        self._run(*ready, source, target, (sendbuf, recvbuf), self._settings.timeout)
-        return True
 
     def _worded(self, collective: str, error: Exception) -> Exception:
         """The same error, saying in which call on which rank."""
@@ -410,229 +641,37 @@ class Communicator:
             check_algorithm(algorithm, "allgather", 0, self.size, self.rank, None, vector.dtype, 1)
         ones = Arguments(np.array([len(vector)]), None, (self.size,), (1,) * self.size, (), False)
         facts = (("rows", "to be agreed on"), ("row shape", str(vector.shape[1:])))
-        plan, digest = self._plan_for("allgather", ones, None, algorithm, facts, vector.dtype)
-        return tuple(self._execute(plan, digest, ones, timeout).tolist())
-
-    def _plan_for(
-        self,
-        collective: str,
-        arguments: Arguments,
-        op: Op | None,
-        algorithm: str | None,
-        facts: tuple[tuple[str, str], ...] | None = None,
-        told_dtype: np.dtype[Any] | None = None,
-    ) -> _Ready:
-        """The plan of a call and the digest that its tags carry, from the cache if it has been made before.
-
-        `facts` and `told_dtype` are compared instead of the rows and dtype that move, when lengths are agreed on.
-        """
-        dtype = arguments.vector.dtype
-        key = (collective, op, algorithm, dtype, arguments.shape, arguments.rows, facts, told_dtype)
-        found = self._plans.get(key)
-        if found is not None:
-            return found
-        row = int(np.prod(arguments.row_shape, dtype=np.int64))
-        counts = tuple(count * row for count in arguments.rows)
-        nbytes = sum(counts) * dtype.itemsize
-        if op is not None:
-            ops.kernel(op, dtype)
-        name = algorithm if algorithm is not None else self._algorithm
-        if name is None:
-            name, _ = choose(
-                collective, nbytes, self.size, op, dtype, self._deterministic, self._settings.message_bytes
-            )
-        check_algorithm(name, collective, nbytes, self.size, self.rank, op, dtype, self._settings.message_bytes)
-        if (
-            self._deterministic
-            and op is not None
-            and not (name != algorithms.NATIVE and algorithms.get(name).rank_order)
-        ):
-            raise ValueError(
-                f"algorithm {name!r} does not fold in rank order, as deterministic=True demands; use 'naive'"
-            )
-        if facts is None:
-            facts = (
-                ("rows", str(sum(arguments.rows))),
-                ("counts", str(arguments.rows)),
-                ("row shape", str(arguments.row_shape)),
-            )
-            if collective == "allreduce":
-                facts = (("shape", str(arguments.shape)),)
-        program = "" if name == algorithms.NATIVE else algorithms.get(name).fingerprint(collective, self.size)
-        if program:
-            facts = (*facts, ("program", program))
-        call = Call(collective, name, op, dtype, counts, facts, self.rank, self._settings)
-        plan: Plan | NativePlan
-        if name == algorithms.NATIVE:
-            plan = NativePlan(call)
-        else:
-            plan = Plan(algorithms.get(name).program(collective, self.size, self.rank), call)
-        if told_dtype is not None:
-            plan.call = replace(call, dtype=told_dtype)
-        if len(self._plans) >= PLANS_KEPT:
-            self._plans.clear()
-        self._ready.clear()
-        digest = None if self._settings.check == "off" else plan.call.digest()
-        self._plans[key] = plan, digest
-        return plan, digest
-
-    def _execute(
-        self, plan: Plan | NativePlan, digest: int | None, arguments: Arguments, timeout: float | None
-    ) -> Array:
-        """Stage what cannot be used where it lies, run, and put the result where it belongs."""
-        vector, result, in_place = arguments.vector, arguments.result, arguments.in_place
-        work = plan.work_dtype
-        packed = vector.dtype != work or not vector.flags.c_contiguous
-        source = vector.astype(work, order="C") if packed else vector
-        target = result
-        if result is not None and (result.dtype != work or not result.flags.c_contiguous):
-            target = None
-        if in_place and not packed and not plan.in_place_safe:
-            if plan.call.collective == "reduce_scatter":
-                target = None
-            else:
-                source = source.copy()
-        if target is None:
-            target = np.empty(arguments.shape, work)
-        self._run(plan, digest, arrays.address(source), arrays.address(target), (source, target), timeout)
-        if result is None:
-            return target if target.dtype == vector.dtype else target.astype(vector.dtype)
-        if target is not result:
-            result[...] = target
-        return result
-
-    def _run(
-        self,
-        plan: Plan | NativePlan,
-        digest: int | None,
-        source: int,
-        target: int,
-        buffers: tuple[Array, ...],
-        timeout: float | None,
-        room: Room | None = None,
-    ) -> None:
-        """Number the call, run it under the waiting loop, count it."""
-        assert self._comm is not None
-        call, peers = plan.call, self._peers
-        if room is None and isinstance(plan, Plan) and plan.one_sided:
-            room = self._room_for(plan, timeout)
-        scratch = self._scratch_of(plan.scratch_bytes)
-        bases = (source, target, self._scratch_address if scratch is self._scratch else arrays.address(scratch))
-        waited = peers.waited
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                f"{call.collective}: another thread is in a call on this communicator (rank {self.rank} of "
-                f"{self.size}); let each thread make a Communicator of its own"
-            )
-        self._number += 1
-        try:
-            if perf_counter() - self._last > AWAY_SECONDS:
-                peers.check_notices(call, self._number)
-            if self._settings.check == "full" and self.size > 1:
-                self._compare_calls(call, self._number, timeout)
-                self._number += 1  # the comparison was a call of its own
-            tag = self._tags.tag(digest, self._number)
-            if isinstance(plan, Plan):
-                started: Execution | NativeExecution = plan.start(self._comm, bases, tag, room)
-            else:
-                started = plan.start(self._comm, bases, tag)
-            peers.wait(started, call, self._number, tag, timeout)
-        except BaseException as error:
-            peers.leave(error, call, self._number, (buffers, scratch))
-            raise
-        finally:
-            self._lock.release()
-        self._last = perf_counter()
-        if plan is self._words:
-            return
-        key = (call.collective, call.algorithm)
-        stats = self.stats.get(key)
-        if stats is None:
-            stats = self.stats[key] = Stats()
-        stats.calls += 1
-        stats.rounds += started.talking
-        stats.bytes_sent += started.sent
-        stats.bytes_received += started.received
-        stats.wait_seconds += peers.waited - waited
-
-    def _room_for(self, plan: Plan, timeout: float | None) -> Room:
-        """Windows and cells for a plan's one-sided steps: kept from call to call, replaced when they are too small."""
-        room = self._room
-        if room is None or not room.holds(plan):
-            ncells, window_bytes = plan.program.cells, plan.window_bytes
-            if room is not None and self._room_region is not None:
-                ncells, window_bytes = max(ncells, room.ncells), max(window_bytes, room.window_bytes)
-                self._room_arena.give_back(self._room_region)
-                self._room = self._room_region = None
-            lanes = self._settings.in_flight
-            region = self._room_arena.allocate(Room.size(lanes, ncells, window_bytes), plan.call, timeout)
-            room = Room.carve(region.chunk, region.offset, lanes, ncells, window_bytes, self.size)
-            self._room, self._room_region = room, region
-        plan.bind(room.shared)
-        return room
+        plan, digest = self._plans.find("allgather", ones, None, algorithm, timeout, facts, vector.dtype)
+        self._engine()
+        return tuple(self._run(plan, digest, Staging(plan, ones), timeout).tolist())
 
     def next_call(self) -> int:
         """The number of the next call."""
-        return self._number + 1
+        return self._pending.number + 1
 
     def run_call(self, plan: Plan, room: Room, scratch_for: tuple[Array, ...], timeout: float | None) -> None:
         """Run a call of the one-sided layer, which has neither input nor output."""
         digest = None if self._settings.check == "off" else plan.call.digest()
         plan.bind(room.shared)
-        self._run(plan, digest, 0, 0, scratch_for, timeout, room)
+        self._pending.run(Operation(plan, digest, 0, 0, scratch_for, room), timeout)
 
     def _agree(self, call: Call, word: int, timeout: float | None) -> list[int]:
         """Every rank's word, when all have come with the same call."""
-        told = replace(call, counts=(1,) * self.size, op=None, dtype=np.dtype(np.int64))
         if self._words is None:
+            told = call.like(counts=(1,) * self.size, op=None, dtype=np.dtype(np.int64))
             self._words = Plan(algorithms.get("naive").program("allgather", self.size, self.rank), told)
+            self._pending.silent.add(self._words)
         sent, words = np.array([word]), np.zeros(self.size, np.int64)
         self._words.call = call
         digest = None if self._settings.check == "off" else call.digest()
-        self._run(self._words, digest, arrays.address(sent), arrays.address(words), (sent, words), timeout)
+        buffers = (sent, words)
+        self._pending.run(Operation(self._words, digest, arrays.address(sent), arrays.address(words), buffers), timeout)
         return [int(told) for told in words]
 
-    def _scratch_of(self, nbytes: int) -> Array:
-        if nbytes <= self._scratch.nbytes:
-            return self._scratch
-        scratch = np.empty(nbytes, np.uint8)
-        if nbytes <= SCRATCH_KEPT:
-            self._scratch = scratch
-            self._scratch_address = arrays.address(scratch)
-        return scratch
 
-    def _compare_calls(self, call: Call, number: int, timeout: float | None) -> None:
-        """``check="full"``: gather every rank's digest and call site before data moves."""
-        assert self._comm is not None
-        site = _call_site()
-        record = np.zeros(RECORD_BYTES, np.uint8)
-        text = f"{call.digest()} {site}".encode()[:RECORD_BYTES]
-        record[: len(text)] = np.frombuffer(text, np.uint8)
-        told = replace(call, collective="allgather", op=None, dtype=record.dtype, counts=(RECORD_BYTES,) * self.size)
-        plan = Plan(algorithms.get("naive").program("allgather", self.size, self.rank), told)
-        gathered = np.zeros((self.size, RECORD_BYTES), np.uint8)
-        tag = self._tags.neutral(number)
-        started = plan.start(self._comm, (arrays.address(record), arrays.address(gathered), 0), tag)
-        self._peers.wait(started, call, number, tag, timeout)
-        records = [bytes(row).rstrip(b"\0").decode(errors="replace").partition(" ") for row in gathered]
-        if len({digest for digest, _, _ in records}) > 1:
-            try:
-                self._peers.fail("mismatch", call, number, started, "")
-            except Exception as error:
-                sites = "".join(f"\n  rank {rank} called it at {where}" for rank, (_, _, where) in enumerate(records))
-                error.args = (f"{error}{sites}",)
-                raise
-        sites_seen = tuple(sorted({where for _, _, where in records}))
-        if len(sites_seen) > 1 and sites_seen not in self._sites:
-            self._sites.add(sites_seen)
-            log.warning("%s (call %d): ranks call it from different places: %s", call.collective, number,
-                        "; ".join(sites_seen))  # fmt: skip
-
-
-def _call_site() -> str:
-    """File and line of the first frame outside this package."""
-    package = os.path.dirname(__file__)
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(package):
-            return f"{frame.filename}:{frame.lineno}"
-    return "unknown"
+def _is_unhashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return True
+    return False

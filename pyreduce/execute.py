@@ -31,12 +31,16 @@ Windows and cells
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from os import sched_yield
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from pyreduce import ops
 from pyreduce.arena import LINE
+from pyreduce.arrays import Array
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
 from pyreduce.programs import (
@@ -167,6 +171,7 @@ class Plan:
         self, program: Program, call: Call, *, in_window: bool = False, result: Sequence[Place] | None = None
     ) -> None:
         self.call = call
+        self.why = ""
         self.work_dtype = call.work_dtype
         self.program = program
         self.kernel = ops.kernel(call.op, call.work_dtype) if call.op is not None else (0, 0)
@@ -174,6 +179,9 @@ class Plan:
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
         self.one_sided = program.one_sided
+        self.kept: dict[tuple[int, int, bool], list[MPI.Prequest]] | None = None
+        self.kept_tag = 0
+        self.own_scratch: Array | None = None
         self._cut(call, in_window)
         self._lay_out(program, call, in_window)
         self.rounds: list[Round] = []
@@ -191,13 +199,27 @@ class Plan:
         if program.collective == "reduce_scatter":
             self.in_place_safe &= call.counts[0] >= call.counts[call.rank]
 
+    def persistent(self) -> Plan:
+        """The same plan, with scratch of its own and messages that are prepared once: for one place of the data."""
+        plan = copy(self)
+        plan.kept = {}
+        plan.own_scratch = np.empty(self.scratch_bytes, np.uint8)
+        return plan
+
+    def free(self) -> None:
+        """Give back a persistent plan's messages; none may be under way."""
+        for _, requests in (self.kept or {}).items():
+            for request in requests:
+                request.Free()
+        self.kept = {}
+
     def bind(self, shared: bool) -> None:
         """Compile the rounds for a transport: with shared memory, what is got for a fold is folded where it lies."""
         if self.shared is not shared:
             self.shared = shared
             self.credit = 1 << CREDIT_BITS
             if self.call.settings.check != "off":
-                self.credit += self.call.digest()
+                self.credit += self.call.digest() & ((1 << DIGEST_BITS) - 1)
             self._compile_rounds()
 
     def _cut(self, call: Call, in_window: bool) -> None:
@@ -446,8 +468,8 @@ class Execution:
     ----------
     moves : int
         Grows whenever something was achieved.
-    mismatched : bool
-        A credit of another call has come.
+    mismatched : str
+        That a credit of another call has come, if so.
     sent, received : int
         Bytes so far; those that are put and got count from the start.
     """
@@ -466,7 +488,7 @@ class Execution:
         self._room = room
         self.moves = 0
         self.sent, self.received = plan.bytes_put, plan.bytes_got
-        self.mismatched = False
+        self.mismatched = ""
         self.talking = plan.talking
         inp, out, scratch = bases
         self._bases: list[tuple[int, ...]] = [
@@ -489,6 +511,10 @@ class Execution:
             for lane in self._lanes:
                 self._push(lane)
         return not self._live
+
+    def linger(self) -> None:
+        """Give way: ranks may outnumber cores."""
+        sched_yield()
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that are still to be heard from, and the round (from 1) of the slowest lane."""
@@ -536,7 +562,7 @@ class Execution:
             seen = turn.look(cell, value, plan.spent[cell][1], self._credit)
             if not seen:
                 if seen is None:
-                    self.mismatched = True
+                    self.mismatched = f"a cell of rank {plan.call.rank} holds credits that this call did not give"
                 turn.cells.poke()
                 return False
             waits.pop()
@@ -564,19 +590,44 @@ class Execution:
         recvs, sends, _, waits = plan.rounds[lane[1]]
         if sends and self._turns:
             self._turns[number].data.fence()
-        lane[2] = posted = []
-        for peer, where in recvs:
-            for message in plan.messages(where, bases, lane[0]):
-                posted.append(comm.Irecv(message, peer, tag))
-                self.received += _release(message)
-        lane[3] = posted = []
-        for peer, where in sends:
-            for message in plan.messages(where, bases, lane[0]):
-                posted.append(comm.Isend(message, peer, tag))
-                self.sent += _release(message)
+        if plan.kept is None:
+            lane[2], self.received = self._post(recvs, comm.Irecv, bases, lane[0], tag, self.received)
+            lane[3], self.sent = self._post(sends, comm.Isend, bases, lane[0], tag, self.sent)
+        else:
+            lane[2] = self._start_kept(recvs, comm.Recv_init, bases, (lane[0], lane[1], False), number)
+            lane[3] = self._start_kept(sends, comm.Send_init, bases, (lane[0], lane[1], True), number)
         lane[4] = waits[::-1]
         if not lane[2]:
             lane[2] = None
+
+    def _post(
+        self, messages: Sequence[Any], post: Any, bases: Sequence[int], segment: int, tag: int, moved: int
+    ) -> tuple[list[MPI.Request], int]:
+        """Begin a round's messages of one direction; the requests, and the bytes that have been moved by then."""
+        posted = []
+        for peer, where in messages:
+            for message in self._plan.messages(where, bases, segment):
+                posted.append(post(message, peer, tag))
+                moved += _release(message)
+        return posted, moved
+
+    def _start_kept(
+        self, messages: Sequence[Any], make: Any, bases: Sequence[int], key: tuple[int, int, bool], lane: int
+    ) -> list[MPI.Prequest]:
+        """The same with persistent requests, which are made when they are first needed.
+
+        Their tag stays that of the first call. That is enough: the calls of a communicator follow each other, so the
+        n-th message of a tag between two ranks meets the n-th receive, whichever calls they belong to.
+        """
+        plan = self._plan
+        assert plan.kept is not None
+        requests = plan.kept.get(key)
+        if requests is None:
+            plan.kept_tag = plan.kept_tag or self._tag
+            made, _ = self._post(messages, make, bases, key[0], plan.kept_tag | lane, 0)
+            plan.kept[key] = requests = [request for request in made if isinstance(request, MPI.Prequest)]
+        MPI.Prequest.Startall(requests)
+        return list(requests)
 
     def _settle(self, number: int) -> None:
         """A run is over: what its program has waited for, and not taken back, is spent."""

@@ -50,9 +50,9 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """A reduction op. The eleven constants of this module are all there are.
+    """A reduction op. The eleven constants of this module are all there are, also after pickling.
 
     Attributes
     ----------
@@ -61,6 +61,9 @@ class Op:
     """
 
     name: str
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return resolve_op, (self.name,)
 
     def __repr__(self) -> str:
         return f"pyreduce.{self.name}"
@@ -126,7 +129,7 @@ def resolve_op(op: object) -> Op:
         Anything else.
     """
     if isinstance(op, Op):
-        if OPS.get(op.name) is op or op in _OP_CODES or op == AVG:
+        if OPS.get(op.name) is op:
             return op
         raise ValueError(f"unknown op {op.name!r}: choose from {_list_ops()}")
     if isinstance(op, str):
@@ -240,6 +243,7 @@ _MESSAGES = {
     lib.PR_BAD_DTYPE: "no such dtype",
     lib.PR_BAD_PAIR: "the op is not defined for the dtype",
     lib.PR_BAD_COUNT: "a fold needs at least one source",
+    lib.PR_NO_ROOM: "out of memory",
     lib.PR_BAD_DIVISOR: "the divisor must be positive and exact in float32",
 }
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NoReturn, Protocol
@@ -40,7 +41,7 @@ from pyreduce.calls import Call, Fingerprint, compare
 from pyreduce.errors import BrokenCommunicatorError, CollectiveTimeout, MismatchError, name_ranks
 from pyreduce.execute import NOTICE_TAG, Tags
 
-__all__ = ["ATTEND_SECONDS", "Peers", "Started", "duplicate", "keep_for_ever"]
+__all__ = ["ATTEND_SECONDS", "Peers", "Started", "Watch", "duplicate", "keep_for_ever"]
 
 log = logging.getLogger("pyreduce")
 
@@ -57,10 +58,13 @@ class Started(Protocol):
     """What the waiting loop needs of anything under way."""
 
     moves: int
-    mismatched: bool  # a peer's signal has shown that it is in another call
+    mismatched: str  # what has shown that a peer is in another call, if so
 
     def advance(self) -> bool:
         """Do what can be done; True when done."""
+
+    def linger(self) -> None:
+        """Nothing can be done: give way, or wait a little."""
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers still to be heard from, and the round."""
@@ -99,10 +103,13 @@ class _NotStarted:
     """Stands for a call of which nothing has been sent."""
 
     moves = 0
-    mismatched = False
+    mismatched = ""
 
     def advance(self) -> bool:
         return False
+
+    def linger(self) -> None:
+        pass
 
     def awaited(self) -> tuple[list[int], int]:
         return [], 0
@@ -195,7 +202,15 @@ class Peers:
                 "make a new one (pyreduce.Communicator, or comm.Dup()) once the cause is mended"
             ) from self.broken
 
-    def wait(self, started: Started, call: Call, number: int, tag: int, timeout: float | None) -> None:
+    def wait(
+        self,
+        started: Started,
+        call: Call,
+        number: int,
+        tag: int,
+        timeout: float | None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Advance `started` until it is done.
 
         Parameters
@@ -208,13 +223,15 @@ class Peers:
             Its tag, lane 0.
         timeout : float or None
             Seconds from now.
+        meanwhile : callable, optional
+            Called every millisecond of waiting.
 
         Raises
         ------
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         if not started.advance():
-            _Wait(self, started, call, number, tag, timeout).run()
+            Watch(self, started, call, number, tag, timeout).run(meanwhile)
 
     def leave(self, error: BaseException, call: Call, number: int, keep: object) -> None:
         """Torn out of a call by `error`: break the communicator and tell the peers, unless that is what it says.
@@ -403,8 +420,11 @@ class Peers:
         return CollectiveTimeout(message, silent)
 
 
-class _Wait:
-    """One wait: how long it has been idle, what has been asked."""
+class Watch:
+    """One wait: how long it has been idle, what has been asked.
+
+    `run` waits to the end; `glance` is for those who look in now and then.
+    """
 
     def __init__(
         self, peers: Peers, started: Started, call: Call, number: int, tag: int, timeout: float | None
@@ -415,11 +435,22 @@ class _Wait:
         self.number = number
         self.tag = tag
         self.timeout = timeout
-        self.begun = perf_counter()
+        self.begun = self.idle_since = self.attended = perf_counter()
+        self.moves = started.moves
         self.asked = self.warned = False
 
-    def run(self) -> None:
-        started, advance, sched_yield = self.started, self.started.advance, os.sched_yield
+    def glance(self) -> None:
+        """What `run` does in a turn in which nothing could be done, if it is time for it."""
+        now = perf_counter()
+        if self.started.moves != self.moves:
+            self.moves, self.idle_since = self.started.moves, now
+        if now - self.attended > ATTEND_SECONDS:
+            self.attended = now
+            self.attend(now, self.idle_since)
+
+    def run(self, meanwhile: Callable[[], None] | None) -> None:
+        """Wait to the end."""
+        started, advance, linger = self.started, self.started.advance, self.started.linger
         moves, idle_since, attend_at, tries = started.moves, self.begun, self.begun, 0
         while not advance():
             if started.moves != moves:
@@ -433,10 +464,12 @@ class _Wait:
                 idle_since = perf_counter()
                 attend_at = idle_since + ATTEND_SECONDS
             tries += 1
-            sched_yield()
+            linger()
             now = perf_counter()
             if now > attend_at:
                 self.attend(now, idle_since)
+                if meanwhile is not None:
+                    meanwhile()
                 attend_at = now + ATTEND_SECONDS
         if tries:
             self.peers.waited += perf_counter() - idle_since
@@ -451,8 +484,7 @@ class _Wait:
         if bad is not None:
             peers.fail("mismatch" if bad.kind in (*QUIET, "mismatch") else "joined", call, number, self.started, "")
         if self.started.mismatched:
-            detail = f"a cell of rank {peers.rank} holds credits that this call did not give"
-            peers.fail("mismatch", call, number, self.started, detail)
+            peers.fail("mismatch", call, number, self.started, self.started.mismatched)
         for peer in awaited:
             if peers.comm.Iprobe(peer, MPI.ANY_TAG, peers._status):
                 tag = peers._status.tag

@@ -30,6 +30,7 @@ def choose(
     dtype: np.dtype,
     deterministic: bool = False,
     limit: int = MESSAGE_BYTES,
+    no_engine: str | None = None,
 ) -> tuple[str, str]:
     """The algorithm for a call that names none.
 
@@ -46,11 +47,22 @@ def choose(
         Allow only algorithms that fold in rank order.
     limit : int
         The message limit.
+    no_engine : str, optional
+        Why the ranks have no shared-memory engine; default: they have one.
 
     Returns
     -------
     name, why : str
     """
+    if no_engine is None:
+        return "shared", "one node: through shared memory, folded in rank order"
+    name, why = _choose_between_nodes(collective, nbytes, nranks, op, dtype, deterministic, limit)
+    return name, f"{why} (no shared memory: {no_engine})"
+
+
+def _choose_between_nodes(
+    collective: str, nbytes: int, nranks: int, op: Op | None, dtype: np.dtype, deterministic: bool, limit: int
+) -> tuple[str, str]:
     if deterministic and op is not None:
         return "naive", "deterministic: folds in rank order"
     if nranks == 1:
@@ -93,9 +105,11 @@ def check_algorithm(
     Unsupported
         It does not serve this call; the message says why and what does.
     """
+    if name == algorithms.SHARED:
+        return
     if name != algorithms.NATIVE:
         algorithms.get(name).program(collective, nranks, rank)
         return
     refusal = native_refuses(collective, op, dtype, nbytes, limit)
     if refusal:
-        raise Unsupported(f"{collective}: native cannot serve this call: {refusal}; use algorithm='ring'")
+        raise Unsupported(f"{collective}: native cannot serve this call: {refusal}; use algorithm=None")

@@ -10,6 +10,7 @@ PYREDUCE_TIMEOUT            seconds a call may wait; 0 or unset: for ever       
 PYREDUCE_WARN_SECONDS       a wait without a timeout logs who is missing after so long          60
 PYREDUCE_CHECK              ``light``, ``full`` or ``off``                                      light
 PYREDUCE_TRANSPORT          of windows and signals: ``shared`` (one node) or ``rma``            by placement
+PYREDUCE_ARENA_BYTES        memory of a rank that ``shared`` works in                           1 MiB
 ==========================  ==================================================================  ==============
 """
 
@@ -24,6 +25,7 @@ CHECKS = ("light", "full", "off")
 TRANSPORTS = ("shared", "rma")
 MAX_IN_FLIGHT = 8
 MESSAGE_BYTES = 2**31 - 1
+ARENA_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Settings:
     timeout: float | None
     warn_seconds: float
     transport: str | None = None
+    arena_bytes: int = ARENA_BYTES
 
 
 def _integer(name: str, given: int | None, variable: str, default: int, low: int, high: int) -> int:
@@ -73,6 +76,7 @@ def read_settings(
     timeout: float | None = None,
     warn_seconds: float | None = None,
     transport: str | None = None,
+    arena_bytes: int | None = None,
 ) -> Settings:
     """Settings from arguments, where given, else from the environment, else the defaults of this module."""
     check = check if check is not None else os.environ.get("PYREDUCE_CHECK") or "light"
@@ -97,4 +101,5 @@ def read_settings(
         timeout,
         warn_seconds,
         transport,
+        _integer("arena_bytes", arena_bytes, "PYREDUCE_ARENA_BYTES", ARENA_BYTES, 1 << 13, 1 << 40),
     )

@@ -31,7 +31,7 @@ from pyreduce._core import lib
 from pyreduce.arrays import Array, address
 from pyreduce.errors import Unsupported
 
-__all__ = ["Chunk", "RmaChunk", "SharedChunk"]
+__all__ = ["Chunk", "RmaChunk", "SharedChunk", "looks_for"]
 
 PAGE = 4096
 ROOT_REFERENCES = 2  # of a chunk that nobody has a view of: the attribute, and the argument of getrefcount
@@ -43,6 +43,11 @@ VALUES_KEPT = 64
 
 
 _WORD, _BYTE, _SUM, _REPLACE, _memory = MPI.INT64_T, MPI.BYTE, MPI.SUM, MPI.REPLACE, MPI.buffer.fromaddress
+
+
+def looks_for(crowded: bool) -> int:
+    """How often a waiting loop looks before it yields its core."""
+    return LOOKS_CROWDED if crowded else LOOKS_WITH_A_CORE
 
 
 class Chunk(Protocol):
@@ -107,7 +112,7 @@ class _Window:
 
     def __init__(self, window: MPI.Win, comm: MPI.Intracomm, nbytes: int, crowded: bool) -> None:
         self._win = window
-        self.looks = LOOKS_CROWDED if crowded else LOOKS_WITH_A_CORE
+        self.looks = looks_for(crowded)
         self._comm = comm
         self._rank = comm.rank
         self.nbytes = nbytes

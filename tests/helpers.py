@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ["naive", "ring", "mesh", "native", None]
+ALGORITHMS = ["naive", "ring", "mesh", "shared", "native", None]
 REDUCTIONS = ["reduce_scatter", "allreduce"]
 COLLECTIVES = [*REDUCTIONS, "allgather"]
 MODES = ["given", "allocated", "in place", "in place as MPI says it", "same array twice"]
@@ -212,7 +212,7 @@ def expect(
     else:
         flat = list(inputs)
         counts = partition(len(flat[0]), nranks) if counts is None else counts
-    orders = fold_orders("naive" if algorithm == "native" else algorithm, collective, nranks)
+    orders = fold_orders("naive" if algorithm in ("native", "shared") else algorithm, collective, nranks)
     pieces = []
     for order, start, count in zip(orders, offsets(counts), counts, strict=True):
         pieces.append(fold_symbol(op, order, [x[start : start + count] for x in flat], algorithm == "ring"))

@@ -6,6 +6,7 @@ import argparse
 import functools
 import io
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,10 @@ from pyreduce.bench.cases import CASES, Problem, bus_factor
 from pyreduce.bench.measure import Cell, Row, Trouble
 from pyreduce.bench.options import UsageError, as_dtype, format_size, parse_size, read_options, sizes
 from pyreduce.bench.report import RichReport
+from pyreduce.bench.workloads import BUCKET, MODELS, STEPS, make_workload, pack
 
 TINY = ["-b", "0", "-e", "100", "-f", "25", "--iters", "2"]  # 0, 4 and, not divisible by 4 ranks, 100 bytes
+SHORT = ["--scale", "5000", "--iters", "2"]  # of a workload
 
 
 def defined(op: str, dtype: str) -> bool:
@@ -86,11 +89,90 @@ def test_options_collect_names() -> None:
         (["--iters", "0"], "at least 1"),
         (["--rotate", "x"], "at least 1"),
         (["--warm", "3"], "unrecognized"),
+        (["--workload", "alexnet"], "invalid choice"),
+        (["--workload", "gpt2", "-b", "1K"], "--begin does not go with --workload"),
+        (["--workload", "gpt2", "--collective", "allreduce"], "--collective does not go with --workload"),
+        (["--workload", "gpt2", "--dtype", "int32"], "AVG is not defined for dtype int32"),
+        (["--scale", "2"], "--scale needs --workload"),
     ],
 )
 def test_wrong_arguments(argv: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         read_options(argv)
+
+
+def test_options_of_a_workload() -> None:
+    options = read_options(["--workload", "gpt2"])
+    assert (options.op, options.algorithms, options.sizes) == ("AVG", ("auto",), ())
+    assert options.workload == make_workload("gpt2", 4)
+    options = read_options(["--workload", "gpt2", "--op", "sum", "-d", "float16", "--bucket", "1M", "--scale", "3"])
+    assert (options.op, options.workload) == ("SUM", make_workload("gpt2", 2, 1 << 20, 3))
+    assert read_options([]).workload is None
+    assert read_options([]).op == "SUM"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters", "first", "last"),
+    [
+        ("resnet50", 161, 25_557_032, (64, 3, 7, 7), (1000,)),
+        ("bert-base", 199, 109_482_240, (30522, 768), (768,)),
+        ("gpt2", 148, 124_439_808, (50257, 768), (768,)),
+    ],
+)
+def test_shapes(name: str, tensors: int, parameters: int, first: tuple[int, ...], last: tuple[int, ...]) -> None:
+    shapes = MODELS[name]()
+    assert len(shapes) == tensors
+    assert sum(map(math.prod, shapes)) == parameters
+    assert (shapes[0], shapes[-1]) == (first, last)
+
+
+def test_shapes_of_resnet50() -> None:
+    shapes = MODELS["resnet50"]()
+    convolutions = [shape for shape in shapes if len(shape) == 4]
+    assert len(convolutions) == 53
+    second_stage = shapes[3 + 3 * 9 + 3 :]  # behind the stem and three blocks, the first with a projection
+    assert second_stage[:12:3] == [(128, 256, 1, 1), (128, 128, 3, 3), (512, 128, 1, 1), (512, 256, 1, 1)]
+    assert second_stage[10:12] == [(512,), (512,)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "limit", "buckets"),
+    [
+        ([], 10, []),
+        ([3, 4, 3, 1], 10, [10, 1]),  # exactly full
+        ([3, 4, 4], 10, [7, 4]),  # would go past
+        ([3, 12, 1, 1], 10, [3, 12, 2]),  # longer than a bucket
+        ([12, 12], 10, [12, 12]),
+        ([1, 1], 0, [1, 1]),
+    ],
+)
+def test_pack(tensors: list[int], limit: int, buckets: list[int]) -> None:
+    assert pack(tensors, limit) == buckets
+
+
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("name", MODELS)
+def test_buckets(name: str, itemsize: int) -> None:
+    workload = make_workload(name, itemsize)
+    lengths = [math.prod(shape) for shape in reversed(MODELS[name]())]
+    assert workload.parameters == sum(lengths)
+    for bucket, following in zip(workload.buckets, [*workload.buckets[1:], None], strict=True):
+        inside = []
+        while sum(inside) < bucket:
+            inside.append(lengths.pop(0))
+        assert sum(inside) == bucket
+        assert bucket * itemsize <= BUCKET or len(inside) == 1
+        assert following is None or (bucket + lengths[0]) * itemsize > BUCKET
+    assert lengths == []
+
+
+def test_scale_keeps_every_tensor() -> None:
+    workload = make_workload("resnet50", 4, scale=1 << 30)
+    assert workload.parameters == workload.tensors == 161
+    assert workload.bucket == 1
+    assert len(make_workload("bert-base", 4, scale=1000).buckets) == pytest.approx(
+        len(make_workload("bert-base", 4).buckets), abs=2
+    )
 
 
 def test_bus_factor() -> None:
@@ -279,3 +361,69 @@ def test_plot(comm: Any, tmp_path: Any) -> None:
     assert main([*TINY, "--plot", str(path)], comm) == 0
     if comm.rank == 0:
         assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--workload", "resnet50", "--algorithm", "auto,ring,naive"],
+        ["--workload", "bert-base", "--op", "MAX", "-d", "float64", "--rotate", "2"],
+        ["--workload", "gpt2", "-d", "float16", "--bucket", "1K", "--sync", "none"],
+    ],
+    ids=lambda argv: argv[1],
+)
+def test_workload(comm: Any, argv: list[str], tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.json"
+    assert main([*argv, *SHORT, "--json", str(path)], comm) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    if comm.rank > 0:
+        assert printed.out == ""
+        return
+    assert "# wrong elements: 0" in printed.out
+    content = json.loads(path.read_text())
+    workload = content["parameters"]["workload"]
+    nbytes = sum(workload["buckets"]) * workload["itemsize"]
+    assert {row["nbytes"] for row in content["rows"]} == {nbytes}
+    assert [step["step"] for step in content["steps"][:: len(content["steps"]) // 2]] == list(STEPS)
+    for step in content["steps"]:
+        assert step["wrong"] == 0
+        if step["seconds_a_step"] is None:  # an MPI without float16
+            assert step["algorithm"] == "native"
+            continue
+        assert step["steps_a_second"] * step["seconds_a_step"] == pytest.approx(1)
+        assert step["MB_moved"] * 1e6 == pytest.approx(nbytes * 2 * (comm.size - 1) / comm.size)
+
+
+def test_workload_that_native_lacks(comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ml_dtypes")
+    assert main(["--workload", "resnet50", "-d", "bfloat16", *SHORT], comm) == 0
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        assert printed.count("not served: MPI has no bfloat16") == len(STEPS)
+        assert "# wrong elements: 0" in printed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_step_is_counted(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """One element of the last bucket is wrong on the last rank (its shard's, on all ranks after the allgather)."""
+    right = getattr(pr.Communicator, name)
+    buckets = make_workload("resnet50", 4, scale=5000).buckets
+    calls = 0
+
+    def wrong_in_last_bucket(self: pr.Communicator, sendbuf: Any, recvbuf: Any, **options: Any) -> Any:
+        nonlocal calls
+        result = right(self, sendbuf, recvbuf, **options)
+        calls += 1
+        if self.rank == self.size - 1 and calls % len(buckets) == 0:
+            recvbuf[-1:] += 1
+        return result
+
+    monkeypatch.setattr(pr.Communicator, name, wrong_in_last_bucket)
+    assert main(["--workload", "resnet50", *SHORT], comm) == 1
+    printed = capsys.readouterr().out
+    if comm.rank == 0:
+        spread = comm.size if name == "reduce_scatter" else 1
+        assert f"# wrong elements: {2 * spread}\n" in printed  # before and after timing

@@ -15,9 +15,13 @@ PACKAGE = Path(pyreduce.__file__).parent
 LAYERS = [
     {"bench", "explain", "tune"},
     {"collectives"},
-    {"communicator", "requests", "launcher"},
+    {"communicator", "launcher"},
     {"windows", "signals"},
     {"onesided"},
+    {"requests"},
+    {"plans"},
+    {"pending"},
+    {"progress", "memory"},
     {"selection"},
     {"algorithms"},
     {"peers", "launcher"},
@@ -34,12 +38,14 @@ KNOW_MPI = {
     "collectives",
     "communicator",
     "launcher",
-    "requests",
+    "pending",
+    "plans",
     "peers",
     "execute",
     "arena",
     "transports",
     "algorithms.native",
+    "algorithms.shared",
 }
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -17,7 +17,7 @@ from pyreduce.algorithms.ring import ring
 from pyreduce.calls import compare, describe
 from pyreduce.errors import name_ranks
 
-ALGORITHMS = ["naive", "ring", "mesh", "native"]
+ALGORITHMS = ["naive", "ring", "mesh", "shared", "native"]
 SMALL, LARGE = 64, 600_000  # elements: messages that go out at once, and messages that wait for their receiver
 
 several = pytest.mark.ranks(2, 3, 4)
@@ -163,7 +163,7 @@ def test_explicit_counts_that_differ_are_a_mismatch(comm):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "native", None])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "shared", "native", None])
 @pytest.mark.parametrize("lengths", [(409600, 409598), (1, 2)])
 def test_case_14_lengths_differ(comm, algorithm, lengths):
     k = pr.Communicator(comm, timeout=20)
@@ -177,7 +177,7 @@ def test_case_14_lengths_differ(comm, algorithm, lengths):
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "native", None])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "mesh", "shared", "native", None])
 def test_case_15_the_next_call_names_the_first(comm, algorithm):
     k = pr.Communicator(comm, timeout=20)
     if comm.rank == 0:
@@ -349,7 +349,7 @@ def test_an_algorithm_that_is_replaced_runs_from_then_on(comm):
 @several
 def test_two_threads_in_one_communicator_are_refused(comm):
     with pr.Communicator(comm, timeout=20) as k:
-        with k._lock, pytest.raises(RuntimeError, match="another thread is in a call"):
+        with k._pending.lock, pytest.raises(RuntimeError, match="another thread is in a call"):
             k.allreduce(np.ones(3))
         assert (k.allreduce(np.ones(3)) == comm.size).all()
 

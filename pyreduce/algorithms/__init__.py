@@ -1,6 +1,7 @@
 """The algorithms by name. One file an algorithm; each is a pure function ``(collective, nranks, rank) -> rounds``.
 
-``native``, the MPI's own collective, has no rounds of ours; it sits here behind the same name.
+``native``, the MPI's own collective, and ``shared``, the shared-memory engine, have no rounds; they sit here behind the
+same names.
 """
 
 from __future__ import annotations
@@ -17,9 +18,23 @@ from pyreduce.algorithms.ring import ring
 from pyreduce.programs import Program, RoundsFunction, build
 from pyreduce.verify import verify, verify_all
 
-__all__ = ["NATIVE", "Algorithm", "get", "names", "register_algorithm", "registrations"]
+__all__ = [
+    "NATIVE",
+    "SHARED",
+    "Algorithm",
+    "folds_in_rank_order",
+    "get",
+    "has_no_program",
+    "names",
+    "register_algorithm",
+    "registrations",
+]
 
-NATIVE = "native"
+NATIVE, SHARED = "native", "shared"
+NO_PROGRAM = {
+    NATIVE: "the MPI's own collective",
+    SHARED: "the shared-memory engine (csrc/shared_engine.c)",
+}
 VERIFIED_UP_TO = 16
 
 
@@ -96,7 +111,17 @@ def registrations() -> int:
 
 def names() -> list[str]:
     """Names that ``algorithm=`` takes."""
-    return [*_ALGORITHMS, NATIVE]
+    return [*_ALGORITHMS, SHARED, NATIVE]
+
+
+def has_no_program(name: str) -> bool:
+    """Whether an algorithm is not made of rounds."""
+    return name in NO_PROGRAM
+
+
+def folds_in_rank_order(name: str) -> bool:
+    """Whether every block is folded in rank order 0, 1, ..., P-1, whatever the sizes."""
+    return name == SHARED or (name != NATIVE and get(name).rank_order)
 
 
 def get(name: str) -> Algorithm:
@@ -110,8 +135,8 @@ def get(name: str) -> Algorithm:
     try:
         return _ALGORITHMS[name]
     except (KeyError, TypeError):
-        if name == NATIVE:
-            raise ValueError("native is the MPI's own collective: it has no program to look at") from None
+        if isinstance(name, str) and name in NO_PROGRAM:
+            raise ValueError(f"{name} is {NO_PROGRAM[name]}: it has no program to look at") from None
         raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(names())}") from None
 
 
@@ -158,7 +183,7 @@ def register_algorithm(
     if not callable(function):
         raise TypeError(f"{name}: an algorithm is a function (collective, nranks, rank) -> rounds, got {function!r}")
     taken = _ALGORITHMS.get(name)
-    if name == NATIVE or (taken is not None and (taken.trusted or not replace)):
+    if name in NO_PROGRAM or (taken is not None and (taken.trusted or not replace)):
         hint = "" if taken is None or taken.trusted else "; replace=True puts another in its place"
         raise ValueError(f"the name {name!r} is taken; there are {', '.join(names())}{hint}")
     reports = verify_all(name, function, range(1, VERIFIED_UP_TO + 1))

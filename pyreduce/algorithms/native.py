@@ -19,6 +19,7 @@ given up: a rank which comes late can find every message of the agreement there,
 
 from __future__ import annotations
 
+from os import sched_yield
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class NativePlan:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.why = ""
         self.work_dtype = call.work_dtype
         self.scratch_bytes = 0
         self.in_place_safe = call.collective != "reduce_scatter"
@@ -77,7 +79,7 @@ class NativeExecution:
         self._bases = bases
         self._agreement: Execution | None = plan.agreement.start(comm, bases, tag) if plan.agree else None
         self._request: MPI.Request | None = None
-        self._done = self.mismatched = False
+        self._done, self.mismatched = False, ""
         self.moves = self.sent = self.received = 0
         self.talking = plan.agreement.talking if plan.agree else 0
 
@@ -99,6 +101,10 @@ class NativeExecution:
             self._divide()
         self._done = True
         return True
+
+    def linger(self) -> None:
+        """Give way: ranks may outnumber cores."""
+        sched_yield()
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that have not agreed yet, and the round."""

@@ -13,8 +13,9 @@ from pyreduce.bench.files import check_files, draw_plot, write_json
 from pyreduce.bench.machine import Machine, describe_machine
 from pyreduce.bench.measure import Bench, Row
 from pyreduce.bench.options import Options, UsageError, format_size, read_options
-from pyreduce.bench.report import Report, make_report
+from pyreduce.bench.report import Report, make_report, step_heading, step_lines
 from pyreduce.bench.words import header, summary
+from pyreduce.bench.workloads import STEPS, Workload
 
 __all__ = ["main"]
 
@@ -63,7 +64,7 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
     report.say(header(machine, options))
     bench = Bench(comm, options)
     try:
-        rows = _measure_all(bench, options, report)
+        rows = _replay(bench, options.workload, report) if options.workload else _measure_all(bench, options, report)
     finally:
         bench.close()
     report.say(summary(rows, machine, options))
@@ -84,6 +85,17 @@ def _measure_all(bench: Bench, options: Options, report: Report) -> list[Row]:
                 rows += measured
         finally:
             report.end()
+    return rows
+
+
+def _replay(bench: Bench, workload: Workload, report: Report) -> list[Row]:
+    """Every way of synchronising a step."""
+    rows: list[Row] = []
+    report.say(["#", step_heading()])
+    for make_step in STEPS.values():
+        measured = bench.measure(make_step(workload), workload.nbytes)
+        report.say(step_lines(measured))
+        rows += measured
     return rows
 
 

@@ -83,6 +83,10 @@ class Case(Protocol):
 
     name: str
     doubled: bool  # whether every byte crosses the bus twice
+    places: tuple[bool, ...]  # whether it is called in place: both, or out of place only
+
+    def parts(self, problem: Problem) -> list[tuple[str, Problem]]:
+        """The collectives that a call consists of, with their problems."""
 
     def source(self, problem: Problem) -> slice:
         """The part of the vector that this rank puts in."""
@@ -111,6 +115,10 @@ class Case(Protocol):
 class Allreduce:
     name = "allreduce"
     doubled = True
+    places: tuple[bool, ...] = (False, True)
+
+    def parts(self, problem: Problem) -> list[tuple[str, Problem]]:
+        return [(self.name, problem)]
 
     def source(self, problem: Problem) -> slice:
         return problem.whole
@@ -143,6 +151,10 @@ class Allreduce:
 class ReduceScatter:
     name = "reduce_scatter"
     doubled = False
+    places: tuple[bool, ...] = (False, True)
+
+    def parts(self, problem: Problem) -> list[tuple[str, Problem]]:
+        return [(self.name, problem)]
 
     def source(self, problem: Problem) -> slice:
         return problem.whole
@@ -184,6 +196,10 @@ class ReduceScatter:
 class Allgather:
     name = "allgather"
     doubled = False
+    places: tuple[bool, ...] = (False, True)
+
+    def parts(self, problem: Problem) -> list[tuple[str, Problem]]:
+        return [(self.name, problem)]
 
     def source(self, problem: Problem) -> slice:
         return problem.own

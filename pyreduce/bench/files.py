@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pyreduce.bench.machine import Machine
-from pyreduce.bench.measure import Row
+from pyreduce.bench.measure import Row, step_figures
 from pyreduce.bench.options import AUTO, Options, format_size
 
 __all__ = ["check_files", "draw_plot", "write_json"]
@@ -44,6 +44,8 @@ def write_json(path: str, machine: Machine, options: Options, rows: Sequence[Row
         "units": {"nbytes": "bytes of the whole vector", "_us": "microseconds", "algbw": "GB/s", "busbw": "GB/s"},
         "rows": [asdict(row) for row in rows],
     }
+    if options.workload:
+        content["steps"] = [step_figures(row) for row in rows]
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1)
         file.write("\n")

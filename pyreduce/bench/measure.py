@@ -20,7 +20,7 @@ from pyreduce.bench import values
 from pyreduce.bench.cases import Buffers, Call, Case, Problem, bus_factor
 from pyreduce.bench.options import AUTO, Options, as_dtype
 
-__all__ = ["Bench", "Cell", "Row"]
+__all__ = ["Bench", "Cell", "Row", "step_figures"]
 
 TIMEOUT = 60.0  # seconds: a collective that hangs is reported, not waited for
 BUDGET = 0.5  # seconds that the timed calls of one size of one collective may take, shared by all algorithms
@@ -158,7 +158,7 @@ class Bench:
             return [Row(case.name, problem.nbytes, name, name, cell, cell) for name in names]
         buffers, given, expected = prepared
         contenders = [self._enter(name, in_place, case, problem, given, buffers)
-                      for name in names for in_place in (False, True)]  # fmt: skip
+                      for name in names for in_place in case.places]  # fmt: skip
         sound = self._check_all(contenders, expected)
         if sound:
             iterations = self._warm_up(sound)
@@ -248,7 +248,7 @@ class Bench:
 
     def _race(self, contenders: list[Contender], iterations: int) -> None:
         """Time everyone in turns, so that noise hits all alike; every other round of turns goes backwards."""
-        each = -(-iterations // TURNS)
+        each = 1 if self.options.workload else -(-iterations // TURNS)
         order = contenders
         for done in range(0, iterations, each):
             for contender in order:
@@ -264,13 +264,32 @@ class Bench:
             contender.seconds = slowest.tolist()
 
 
+def step_figures(row: Row) -> dict[str, Any]:
+    """A row of a workload as it is shown; figures that are missing are None."""
+    cell = row.out_of_place
+    seconds = moved = None
+    if cell.median_us is not None and cell.busbw is not None:
+        seconds = cell.median_us / 1e6
+        moved = cell.busbw * seconds * 1e3
+    return {
+        "step": row.collective,
+        "algorithm": row.algorithm,
+        "steps_a_second": 1 / seconds if seconds else None,
+        "seconds_a_step": seconds,
+        "MB_moved": moved,
+        "ratio": cell.ratio,
+        "wrong": cell.wrong,
+    }
+
+
 def _rows(contenders: Sequence[Contender], case: Case, problem: Problem) -> list[Row]:
     native = {one.in_place: one for one in contenders if one.algorithm == algorithms.NATIVE}
     cells = {(one.algorithm, one.in_place): _cell(one, native[one.in_place]) for one in contenders}
     rows = []
     for name in dict.fromkeys(one.algorithm for one in contenders):
         runs = _chosen(case, problem) if name == AUTO else name
-        rows.append(Row(case.name, problem.nbytes, name, runs, cells[name, False], cells[name, True]))
+        in_place = cells.get((name, True), Cell())
+        rows.append(Row(case.name, problem.nbytes, name, runs, cells[name, False], in_place))
     return rows
 
 
@@ -282,8 +301,11 @@ def _describe(error: Exception) -> Trouble:
 
 def _chosen(case: Case, problem: Problem) -> str:
     """What the library runs when the caller names no algorithm."""
-    op = None if case.name == "allgather" else problem.op
-    return selection.choose(case.name, problem.nbytes, problem.nranks, op, problem.dtype, False)[0]
+    chosen = []
+    for name, part in case.parts(problem):
+        op = None if name == "allgather" else part.op
+        chosen.append(selection.choose(name, part.nbytes, part.nranks, op, part.dtype, False)[0])
+    return ",".join(dict.fromkeys(chosen))
 
 
 def _prepare(case: Case, problem: Problem, pairs: int) -> tuple[list[Buffers], NDArray[Any], NDArray[Any]]:

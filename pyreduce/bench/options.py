@@ -12,11 +12,13 @@ import numpy as np
 
 from pyreduce import algorithms, ops
 from pyreduce.bench.cases import CASES
+from pyreduce.bench.workloads import BUCKET, MODELS, STEPS, Workload, make_workload
 
 __all__ = ["AUTO", "Options", "UsageError", "format_size", "parse_size", "read_options", "sizes"]
 
 AUTO = "auto"  # what the library chooses
 SMALLEST, END, FACTOR = 256, 16 << 20, 16
+REPLAYS = 5  # timed steps of a workload
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -39,6 +41,8 @@ class Options:
     warmup : int
     rotate : int
         Pairs of buffers that successive calls take in turn.
+    workload : Workload or None
+        The step to replay, instead of measuring `collectives` on `sizes`.
     """
 
     collectives: tuple[str, ...]
@@ -52,6 +56,7 @@ class Options:
     rotate: int
     json: str | None
     plot: str | None
+    workload: Workload | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,30 +70,50 @@ def read_options(argv: Sequence[str] | None = None) -> Options:
     """Parse the command line; `UsageError` if it is wrong, `SystemExit` after ``--help``."""
     parser = _make_parser()
     given = parser.parse_args(argv)
-    end = max(END, given.begin or 0) if given.end is None else given.end
-    begin = _find_begin(end, given.factor) if given.begin is None else given.begin
-    if begin > end:
-        parser.error(f"--begin {format_size(begin)} is more than --end {format_size(end)}")
-    collectives = _collect(given.collective) or tuple(CASES)
+    _check_fit(parser, given)
+    op = given.op or ("AVG" if given.workload else "SUM")
+    collectives = _collect(given.collective) or tuple(STEPS if given.workload else CASES)
     dtype = _check_dtype(parser, given.dtype)
     if collectives != ("allgather",):
         try:
-            ops.kernel(ops.OPS[given.op], dtype)
+            ops.kernel(ops.OPS[op], dtype)
         except TypeError as error:
             parser.error(str(error))
+    workload = None
+    if given.workload:
+        workload = make_workload(given.workload, dtype.itemsize, given.bucket, given.scale or 1)
+    usual = (AUTO,) if workload else (AUTO, "ring")
     return Options(
         collectives=collectives,
-        sizes=sizes(begin, end, given.factor, dtype.itemsize),
-        algorithms=tuple(n for n in _collect(given.algorithm) or (AUTO, "ring") if n != algorithms.NATIVE),
-        op=given.op,
+        sizes=() if workload else _read_sizes(parser, given, dtype.itemsize),
+        algorithms=tuple(n for n in _collect(given.algorithm) or usual if n != algorithms.NATIVE),
+        op=op,
         dtype=given.dtype,
-        iters=given.iters,
+        iters=given.iters or (REPLAYS if workload else None),
         warmup=given.warmup,
         sync=given.sync,
         rotate=given.rotate,
         json=given.json,
         plot=given.plot,
+        workload=workload,
     )
+
+
+def _check_fit(parser: _Parser, given: argparse.Namespace) -> None:
+    """Some options are for workloads only, some for all else."""
+    others = ("bucket", "scale") if given.workload is None else ("begin", "end", "factor", "collective", "plot")
+    for name in others:
+        if getattr(given, name) is not None:
+            parser.error(f"--{name} {'needs' if given.workload is None else 'does not go with'} --workload")
+
+
+def _read_sizes(parser: _Parser, given: argparse.Namespace, itemsize: int) -> tuple[int, ...]:
+    factor = given.factor or FACTOR
+    end = max(END, given.begin or 0) if given.end is None else given.end
+    begin = _find_begin(end, factor) if given.begin is None else given.begin
+    if begin > end:
+        parser.error(f"--begin {format_size(begin)} is more than --end {format_size(end)}")
+    return sizes(begin, end, factor, itemsize)
 
 
 def _make_parser() -> _Parser:
@@ -103,15 +128,15 @@ def _make_parser() -> _Parser:
     add("-b", "--begin", type=parse_size, metavar="SIZE",
         help=f"smallest vector (default: by the factor down from the largest, to {SMALLEST} bytes or so)")  # fmt: skip
     add("-e", "--end", type=parse_size, metavar="SIZE", help=f"largest vector (default {format_size(END)})")
-    add("-f", "--factor", type=_at_least(2), default=FACTOR, metavar="N", help="size by size (default %(default)s)")
+    add("-f", "--factor", type=_at_least(2), metavar="N", help=f"size by size (default {FACTOR})")
     add("--collective", action="append", type=_names("collective", CASES), metavar="NAME[,NAME]",
         help=f"default: {', '.join(CASES)}")  # fmt: skip
     add("--algorithm", action="append", type=_names("algorithm", [AUTO, *algorithms.names()]), metavar="NAME[,NAME]",
         help=f"{AUTO} (what the library chooses), {', '.join(algorithms.names())}; default: {AUTO},ring. "
         "native, the MPI's own collective, is always there to compare with")  # fmt: skip
-    add("--op", type=str.upper, choices=list(ops.OPS), default="SUM", metavar="OP",
-        help=f"{', '.join(ops.OPS)}; default SUM")  # fmt: skip
-    add("--dtype", choices=list(ops.DTYPES), default="float32", metavar="DTYPE",
+    add("--op", type=str.upper, choices=list(ops.OPS), metavar="OP",
+        help=f"{', '.join(ops.OPS)}; default SUM, for a workload AVG")  # fmt: skip
+    add("-d", "--dtype", choices=list(ops.DTYPES), default="float32", metavar="DTYPE",
         help=f"{', '.join(ops.DTYPES)}; default float32")  # fmt: skip
     add("--iters", type=_at_least(1), metavar="N", help="timed calls a row (default: as many as fit a time budget)")
     add("--warmup", type=_at_least(0), default=1, metavar="N", help="untimed calls a row (default %(default)s)")
@@ -120,6 +145,12 @@ def _make_parser() -> _Parser:
         "back to back. Do not compare times of the one with times of the other")  # fmt: skip
     add("--rotate", type=_at_least(1), default=1, metavar="N",
         help="take N pairs of buffers in turn (default %(default)s): one may stay in cache")  # fmt: skip
+    add("--workload", choices=list(MODELS), metavar="MODEL",
+        help=f"instead, replay how a training step synchronises all gradients of a model: {', '.join(MODELS)}. "
+        f"By default {REPLAYS} timed steps by {AUTO} and by native")  # fmt: skip
+    add("--bucket", type=parse_size, metavar="SIZE",
+        help=f"of a workload: the limit of a bucket (default {format_size(BUCKET)}, by the scale)")  # fmt: skip
+    add("--scale", type=_at_least(1), metavar="N", help="of a workload: make tensors N times shorter (default 1)")
     add("--json", metavar="FILE", help="write machine, parameters and rows")
     add("--plot", metavar="FILE.png", help="draw bus bandwidth against size (needs pyreduce[bench])")
     return parser

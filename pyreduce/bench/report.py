@@ -7,17 +7,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pyreduce.bench.measure import Cell, Row
+from pyreduce.bench.measure import Cell, Row, step_figures
 from pyreduce.bench.options import AUTO, format_size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["Report", "make_report"]
+__all__ = ["Report", "make_report", "step_heading", "step_lines"]
 
 COLUMNS = ("time us", "algbw", "busbw", "ratio", "#wrong")
 WIDTHS = (10, 9, 9, 7, 8)
+STEP_FORMATS, STEP_WIDTHS = (".2f", ".4f", ".2f", ".2f", "d"), (10, 10, 11, 7, 8)
 SLOWER, FASTER = 0.95, 1.05  # between, the ratio is noise
 
 
@@ -156,6 +157,22 @@ class RichReport:
         if self._console.width < 88:
             hidden.add("busbw")
         return [index for index, name in enumerate(COLUMNS) if name not in hidden]
+
+
+def step_heading() -> str:
+    """The columns of `step_lines`."""
+    return f"# {'step':26}{'algorithm':20}{'steps/s':>10}{'s/step':>10}{'MB moved':>11}{'ratio':>7}{'#wrong':>8}"
+
+
+def step_lines(rows: Iterable[Row]) -> list[str]:
+    """Rows of a workload, and why figures are missing."""
+    lines = []
+    for row in rows:
+        _, _, *figures = step_figures(row).values()
+        shown = [f"{'-' if value is None else format(value, form):>{width}}"
+                 for value, form, width in zip(figures, STEP_FORMATS, STEP_WIDTHS, strict=True)]  # fmt: skip
+        lines += [f"  {row.collective:26}{_name(row):20}{''.join(shown)}", *_remarks(row, "#   ")]
+    return lines
 
 
 def make_report(comm_rank: int) -> Report:
