@@ -12,7 +12,7 @@
 #include <emmintrin.h>
 #endif
 
-enum { LINE = 64, AHEAD = 2048 };
+enum { LINE = 64, AHEAD = 512 };
 
 void pr_copy(size_t nbytes, uintptr_t out, uintptr_t src)
 {

@@ -98,10 +98,10 @@ struct pr_door;        /* a short way in from NumPy arrays */
 
 size_t pr_shared_bytes(size_t slot);
 
-/* looks: how often a waiting loop looks before it yields the core. Vectors from stream_from bytes on have their results
- * stored past the caches. NULL: no memory. */
+/* looks: how often a waiting loop looks before it yields the core. cache: bytes of the last-level cache; results that
+ * would not stay in it are stored past it. NULL: no memory. */
 struct pr_shared *pr_shared_open(int nranks, int rank, const uintptr_t *parts, size_t slot, int looks,
-                                 size_t stream_from);
+                                 size_t cache);
 void pr_shared_close(struct pr_shared *e);
 
 /* Memory besides the arena that all ranks can read: inputs that lie there are read in place. The same on all ranks. */

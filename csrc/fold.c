@@ -1,16 +1,12 @@
 /* pr_fold and pr_divide: check the arguments, find the kernel, and choose how the result is stored.
  *
- * A result larger than any cache is stored past it (see copy.c). For that the kernel folds a tile into a buffer that
- * stays in the L1 cache, and the tile goes out with streaming stores. Smaller results are stored as usual, since
+ * A result larger than any cache is stored past it (see copy.c): by a kernel made for that, or else the usual kernel
+ * folds a tile into a buffer that stays in the L1 cache, and the tile goes out with streaming stores. Smaller results are stored as usual, since
  * somebody is about to send or read them. Never when out is a source: its lines are in the cache already.
  */
 #include "kernels.h"
 
 #include <string.h>
-#if defined(__x86_64__)
-#include <emmintrin.h>
-#endif
-
 enum { STREAM_FROM = 8 << 20, TILE = 4096, LINE = 64 };
 
 static const unsigned char dtype_size[PR_DTYPE_COUNT] = {
@@ -50,6 +46,8 @@ int pr_find_folding(int op, int dtype, double divisor, struct pr_folding *found)
     }
     *found = (struct pr_folding){.kernel = table->fold[op][dtype], .divisor = divisor, .size = dtype_size[dtype],
                                  .per = per};
+    if (divisor == 0 && op == PR_SUM)
+        found->stream = table->stream_sum[dtype];
     if (divisor != 0) {
         found->mean = table->mean[dtype];
         found->divide = table->divide[dtype];
@@ -68,15 +66,24 @@ static void fold_tile(const struct pr_folding *f, char *to, const uintptr_t *src
         f->divide(to, to, n, f->divisor);
 }
 
-/* Fetch what a later tile will read first from memory: the sources that no rank has staged. */
-static void fetch(const char *src, size_t nbytes)
+static int is_among(uintptr_t out, const uintptr_t *srcs, int k)
 {
-#if defined(__x86_64__)
-    for (size_t at = 0; at < nbytes; at += LINE)
-        _mm_prefetch(src + at, _MM_HINT_T0);
-#else
-    (void)src, (void)nbytes;
-#endif
+    for (int j = 0; j < k; j++)
+        if (srcs[j] == out)
+            return 1;
+    return 0;
+}
+
+/* In one loop: the elements before the first whole line and after the last are folded as usual. */
+static void fold_streaming(const struct pr_folding *f, size_t n, char *out, const uintptr_t *srcs, int k)
+{
+    size_t size = f->size, head = (LINE - (uintptr_t)out % LINE) % LINE / size;
+    head = head < n ? head : n;
+    size_t middle = (n - head) * size / LINE * LINE / size, tail = head + middle;
+    f->kernel(out, srcs, k, 0, head);
+    if (middle > 0)
+        f->stream(out + head * size, srcs, k, head, middle);
+    f->kernel(out + tail * size, srcs, k, tail, n - tail);
 }
 
 void pr_fold_out(const struct pr_folding *f, size_t n, char *out, char *keep, const uintptr_t *srcs, int k, int stream)
@@ -94,14 +101,16 @@ void pr_fold_out(const struct pr_folding *f, size_t n, char *out, char *keep, co
         f->kernel(out, srcs, k, 0, whole);
         return;
     }
+    if (stream && keep == NULL && f->stream != NULL && k <= PR_STREAM_MOST && !is_among((uintptr_t)out, srcs, k)) {
+        fold_streaming(f, whole, out, srcs, k);
+        return;
+    }
     _Alignas(LINE) char tile[TILE];
     size_t m = stream ? (LINE - (uintptr_t)out % LINE) % LINE / size : 0;
     for (size_t start = 0; start < whole; start += m, m = 0) {
         if (m == 0 || m > whole - start)
             m = whole - start < step ? whole - start : step;
         char *to = keep != NULL ? keep + start * size : stream ? tile : out + start * size;
-        for (int j = 0; stream && j < k; j++)
-            fetch((const char *)srcs[j] + (start + m) * size, TILE);
         fold_tile(f, to, srcs, k, start, m);
         if (to != out + start * size)
             pr_copy_out(out + start * size, to, m * size, stream);
@@ -110,12 +119,7 @@ void pr_fold_out(const struct pr_folding *f, size_t n, char *out, char *keep, co
 
 static int may_stream(size_t nbytes, uintptr_t out, const uintptr_t *srcs, int k)
 {
-    if (nbytes < STREAM_FROM)
-        return 0;
-    for (int j = 0; j < k; j++)
-        if (srcs[j] == out)
-            return 0;
-    return 1;
+    return nbytes >= STREAM_FROM && !is_among(out, srcs, k);
 }
 
 int pr_fold(int op, int dtype, size_t n, uintptr_t out, const uintptr_t *srcs, int k)

@@ -4,6 +4,7 @@
  *   ISA(name)   the function name of this version
  *   TARGET      the function attribute that lets the compiler use the instruction set
  *   HALF_*      how float16 is loaded, stored and computed with (intrinsics, since compilers do not vectorise it)
+ *   STREAM_*    how a vector is stored past the caches, where that can be done
  *   BFLOAT_*    the same for bfloat16 (scalar code that the compiler vectorises, but for AVX2)
  * Nothing is compiled with -march, so one binary serves every x86-64; other architectures have the baseline only.
  * All versions give the same bits: no contraction to fma, no reassociation, correctly rounded conversions.
@@ -136,6 +137,10 @@ INLINE c128 multiply_c128(c128 a, c128 b)
 #define BFLOAT_STORE STORE_BFLOAT
 #define BFLOAT_OP(op) op##_f32
 #define BFLOAT_SPREAD (float)
+#if defined(__x86_64__)
+#define STREAM_BYTES 16
+#define STREAM_STORE(p, v) _mm_stream_si128((__m128i *)(void *)(p), (__m128i)(v))
+#endif
 #include "kernels_body.h"
 
 #if defined(__x86_64__)
@@ -207,6 +212,8 @@ PAIRWISE(larger, larger_avx2(a, b))
 #define BFLOAT_STORE store_pair
 #define BFLOAT_OP(op) op##_pair
 #define BFLOAT_SPREAD spread_pair
+#define STREAM_BYTES 32
+#define STREAM_STORE(p, v) _mm256_stream_si256((__m256i *)(void *)(p), (__m256i)(v))
 #include "kernels_body.h"
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,f16c")))
@@ -236,6 +243,8 @@ AVX512 INLINE __m512 larger_avx512(__m512 a, __m512 b)
 #define BFLOAT_STORE STORE_BFLOAT
 #define BFLOAT_OP(op) op##_f32
 #define BFLOAT_SPREAD (float)
+#define STREAM_BYTES 64
+#define STREAM_STORE(p, v) _mm512_stream_si512((void *)(p), (__m512i)(v))
 #include "kernels_body.h"
 #endif
 

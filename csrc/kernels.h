@@ -9,11 +9,17 @@ typedef void pr_divide_kernel(void *out, const void *src, size_t n, double divis
 
 typedef void pr_mean_kernel(void *out, const uintptr_t *srcs, int k, size_t begin, size_t n, double divisor);
 
+/* A SUM whose result goes past the caches. out begins on a line of 64 bytes and n is whole lines; 2 <= k <=
+ * PR_STREAM_MOST; no source is written. */
+enum { PR_STREAM_MOST = 4 };
+typedef void pr_stream_kernel(void *out, const uintptr_t *srcs, int k, size_t begin, size_t n);
+
 /* No entry: not defined for the dtype, or fold.c reaches it through another dtype (complex SUM, bitwise ops). */
 struct pr_kernels {
     const char *name;
     pr_fold_kernel *fold[PR_OP_COUNT][PR_DTYPE_COUNT];
     pr_divide_kernel *divide[PR_DTYPE_COUNT];
+    pr_stream_kernel *stream_sum[PR_DTYPE_COUNT]; /* or NULL */
     pr_mean_kernel *mean[PR_DTYPE_COUNT]; /* of 16-bit floats: summed and divided in float32, rounded once */
 };
 
@@ -24,6 +30,7 @@ const struct pr_kernels *pr_choose_kernels(void);
 struct pr_folding {
     pr_fold_kernel *kernel;
     pr_divide_kernel *divide; /* or NULL; applied to what the kernel has folded */
+    pr_stream_kernel *stream; /* or NULL: the kernel, in a form that streams */
     pr_mean_kernel *mean;     /* or NULL; in the place of kernel and divide */
     double divisor;
     size_t size; /* bytes of an element of the kernel */

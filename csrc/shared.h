@@ -59,7 +59,7 @@ enum pr_step { PR_IDLE, PR_STAGED, PR_FOLDED };
 struct pr_shared {
     int nranks, rank, looks;
     size_t slot;                /* bytes of a slot */
-    size_t stream_from;         /* bytes of a vector from which on results are streamed */
+    size_t cache;               /* bytes of the last-level cache, which the ranks share */
     struct pr_part **parts;     /* of every rank */
     struct pr_chunk chunks[PR_MOST_CHUNKS];
     int nchunks;

@@ -146,8 +146,7 @@ class Communicator:
             self._pending.count,
         )
         self._doors = {"reduce_scatter": _Doors(), "allgather": _Doors(), "allreduce": _Doors()}
-        self._reduce_scatter_doors, self._allgather_doors, self._allreduce_doors = self._doors.values()
-        self._in_doors = 0
+        self._shut_doors()
         self._words: Plan | None = None
         limit = self._settings.message_bytes
         count = self._pending.count
@@ -197,8 +196,7 @@ class Communicator:
             else:
                 keep_for_ever((self._arena, self._arrays, self._plans))
         self._comm = None
-        for doors in self._doors.values():
-            doors.clear()
+        self._shut_doors()
 
     def forget_timeout(self) -> None:
         """Wait as long as ``PYREDUCE_TIMEOUT`` says from now on."""
@@ -245,7 +243,12 @@ class Communicator:
         """
         if timeout is None and counts is None:
             try:
-                code = _door_call(self._reduce_scatter_doors[op, algorithm], id(sendbuf), id(recvbuf))
+                door = (
+                    self._reduce_scatter_door
+                    if op is SUM and algorithm is None
+                    else self._doors["reduce_scatter"][op, algorithm]
+                )
+                code = _door_call(door, id(sendbuf), id(recvbuf))
                 if code == OK:
                     return recvbuf  # type: ignore[no-any-return]
                 if code != SHUT:
@@ -290,7 +293,8 @@ class Communicator:
         """
         if timeout is None and counts is None:
             try:
-                code = _door_call(self._allgather_doors[None, algorithm], id(sendbuf), id(recvbuf))
+                door = self._allgather_door if algorithm is None else self._doors["allgather"][None, algorithm]
+                code = _door_call(door, id(sendbuf), id(recvbuf))
                 if code == OK:
                     return recvbuf  # type: ignore[no-any-return]
                 if code != SHUT:
@@ -333,7 +337,10 @@ class Communicator:
         """
         if timeout is None:
             try:
-                code = _door_call(self._allreduce_doors[op, algorithm], id(sendbuf), id(recvbuf))
+                door = (
+                    self._allreduce_door if op is SUM and algorithm is None else self._doors["allreduce"][op, algorithm]
+                )
+                code = _door_call(door, id(sendbuf), id(recvbuf))
                 if code == OK:
                     return recvbuf  # type: ignore[no-any-return]
                 if code != SHUT:
@@ -505,10 +512,16 @@ class Communicator:
 
     def _forget_plans(self) -> None:
         """Plans are not kept any more: nor are the doors that know them."""
+        self._shut_doors()
+        self._pending.forget_plans()
+
+    def _shut_doors(self) -> None:
+        """Every call takes the long way, until doors are opened again."""
         for doors in self._doors.values():
             doors.clear()
         self._in_doors = 0
-        self._pending.forget_plans()
+        # Those of the most common calls, at hand.
+        self._reduce_scatter_door = self._allgather_door = self._allreduce_door = ffi.NULL
 
     def _prepare(
         self,
@@ -552,6 +565,8 @@ class Communicator:
         door = self._doors[collective].get(key)
         if door is None:
             door = self._doors[collective][key] = plan.engine.make_door()
+            if key in ((SUM, None), (None, None)):
+                setattr(self, f"_{collective}_door", door)
         if plan.enter_door(door, sendbuf, recvbuf):
             self._in_doors += 1
 

@@ -57,17 +57,15 @@ class Engine:
     nranks, rank : int
     crowded : bool
         Ranks outnumber cores: waiting gives way soon.
-    stream_from : int
-        Bytes of a vector from which on results are stored past the caches.
     """
 
-    def __init__(self, region: Region, nranks: int, rank: int, crowded: bool, stream_from: int) -> None:
+    def __init__(self, region: Region, nranks: int, rank: int, crowded: bool) -> None:
         self.region = region
         self.nranks = nranks
         self.rank = rank
         slot = (region.nbytes - HEAD_BYTES) // SLOTS // SLOT_MULTIPLE * SLOT_MULTIPLE
         parts = [region.chunk.peer_base(peer) + region.offset for peer in range(nranks)]
-        handle = lib.pr_shared_open(nranks, rank, parts, slot, looks_for(crowded), stream_from)
+        handle = lib.pr_shared_open(nranks, rank, parts, slot, looks_for(crowded), cache_bytes())
         if handle == ffi.NULL:
             raise MemoryError("no memory for the shared-memory engine")
         self.handle: Any = ffi.gc(handle, lib.pr_shared_close)
@@ -205,8 +203,8 @@ class SharedExecution:
         return self._plan.engine.missing(), self._plan.engine.round
 
 
-def stream_from(nranks: int) -> int:
-    """Bytes of a vector from which on results are better stored past the caches: those of the last level."""
+def cache_bytes() -> int:
+    """Bytes of the last-level cache; a guess where the system does not say."""
     try:
         cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     except (OSError, ValueError):
@@ -224,4 +222,4 @@ def open_engine(arena: Arena, nbytes: int, call: Call, nranks: int, timeout: flo
     MismatchError, CollectiveTimeout, BrokenCommunicatorError
     """
     region = arena.allocate(nbytes, call, timeout)
-    return Engine(region, nranks, call.rank, arena.crowded, stream_from(nranks))
+    return Engine(region, nranks, call.rank, arena.crowded)
