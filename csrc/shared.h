@@ -68,6 +68,11 @@ struct pr_shared {
     atomic_int entered, open;   /* see shared_door.c */
     uint64_t light;             /* calls that came through doors */
 
+    struct pr_staging {         /* what large calls of each collective have cost, see shared_engine.c */
+        uint64_t calls;
+        double cost[2];
+    } staging[3];
+
     /* The call under way. */
     struct pr_shared_plan *plan;
     uintptr_t source, target;
@@ -77,6 +82,8 @@ struct pr_shared {
     enum pr_step step;
     int seen;                   /* peers seen in this wait, in the order of reading */
     int mismatched;
+    int past;                   /* it is staged past the caches */
+    int64_t worked;             /* nanoseconds spent in moving data; counted only if results are streamed */
     uint64_t *inputs;           /* where every rank has its input, of the call under way */
 };
 

@@ -120,6 +120,8 @@ static void publish(struct pr_shared *e, uint64_t piece)
         atomic_store_explicit(&line->fingerprint, e->plan->fingerprint, memory_order_relaxed);
     }
     PR_DELAY();
+    if (e->past)
+        pr_end_stream();
     atomic_store_explicit(&line->piece, piece, memory_order_release);
 }
 
@@ -158,6 +160,41 @@ static int same_call(struct pr_shared *e)
     return 1;
 }
 
+/* How to stage a large call. Ranks that share a cache exchange pieces through it; ranks that do not (on other core
+ * complexes or sockets) read a line that another has just written several times more slowly than memory. Nobody says which
+ * is which, and a virtual machine may change it at any time, so it is measured: the time that this rank spends in moving
+ * the data of a call, staged through the caches (0) or past them (1). The better way is taken; the other one is tried
+ * every so often. All ranks try in the same calls, since they count the same; should they choose differently, the data are
+ * the same. */
+enum { TRY_EVERY = 16 };
+
+static int choose_staging(struct pr_staging *s)
+{
+    uint64_t call = s->calls++;
+    int better = s->cost[1] < s->cost[0];
+    return call < 2 ? (int)call : call % TRY_EVERY == 0 ? !better : better;
+}
+
+static void note_staging(struct pr_shared *e)
+{
+    const struct pr_shared_plan *p = e->plan;
+    struct pr_staging *s = &e->staging[p->collective];
+    double cost = (double)e->worked / (double)(p->total * p->size);
+    s->cost[e->past] = s->cost[e->past] == 0 ? cost : (s->cost[e->past] + cost) / 2;
+}
+
+/* Move the data of a piece, and count the time it takes where that is of interest. */
+static void work(struct pr_shared *e, void (*what)(struct pr_shared *, uint64_t), uint64_t piece)
+{
+    if (!e->plan->stream) {
+        what(e, piece);
+        return;
+    }
+    int64_t before = pr_now();
+    what(e, piece);
+    e->worked += pr_now() - before;
+}
+
 /* Do what comes next. 1: something was done; 0: a peer is missing, or the call is over, or mismatched. */
 static int move(struct pr_shared *e)
 {
@@ -171,13 +208,13 @@ static int move(struct pr_shared *e)
             e->mismatched = 1;
             return 0;
         }
-        pr_consume(e, k);
+        work(e, pr_consume, k);
         PR_DELAY();
         if (two || last) /* nobody waits for another */
             atomic_store_explicit(&e->parts[e->rank]->folded, k, memory_order_release);
         e->seen = 0;
         if (!last) {
-            pr_stage(e, k + 1);
+            work(e, pr_stage, k + 1);
             publish(e, k + 1);
         }
         if (two || (last && e->where != 0))
@@ -191,7 +228,7 @@ static int move(struct pr_shared *e)
         if (!all_folded(e))
             return 0;
         if (two)
-            pr_collect(e, k);
+            work(e, pr_collect, k);
         e->seen = 0;
         e->step = last ? PR_IDLE : PR_STAGED;
         if (!last)
@@ -209,8 +246,11 @@ static int where_it_stands(struct pr_shared *e)
     if (e->step != PR_IDLE)
         return PR_PENDING;
     if (e->plan != NULL) {
-        if (e->plan->stream)
+        if (e->plan->stream) {
             pr_end_stream();
+            if (e->where == 0)
+                note_staging(e);
+        }
         e->plan->calls++;
         e->plan = NULL;
     }
@@ -227,11 +267,13 @@ int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target
     e->plan = p;
     e->source = source, e->target = target;
     e->where = e->nchunks == 0 || writes_early ? 0 : find_in_chunks(e, source, elements * p->size);
+    e->past = p->stream && e->where == 0 && choose_staging(&e->staging[p->collective]);
+    e->worked = 0;
     e->first = e->current = e->piece + 1;
     e->last = e->piece + p->pieces;
     e->seen = 0;
     e->step = PR_STAGED;
-    pr_stage(e, e->first);
+    work(e, pr_stage, e->first);
     publish(e, e->first);
     while (move(e))
         ;

@@ -52,6 +52,14 @@ static uintptr_t in_chunk(const struct pr_shared *e, int r, size_t at)
     return e->chunks[(where >> PR_OFFSET_BITS) - 1].parts[r] + (uintptr_t)offset + at * e->plan->size;
 }
 
+static void stage(const struct pr_shared *e, char *slot, const char *from, size_t nbytes)
+{
+    if (e->past)
+        pr_copy_out(slot, from, nbytes, 1);
+    else
+        pr_copy_in(slot, from, nbytes);
+}
+
 void pr_stage(struct pr_shared *e, uint64_t piece)
 {
     const struct pr_shared_plan *p = e->plan;
@@ -63,7 +71,7 @@ void pr_stage(struct pr_shared *e, uint64_t piece)
         char *own = (char *)e->target + (p->starts[e->rank] + begin) * p->size;
         const char *from = source + begin * p->size;
         if (e->where == 0 && e->nranks > 1)
-            pr_copy_in(slot, from, nbytes);
+            stage(e, slot, from, nbytes);
         if (own != from)
             pr_copy_out(own, from, nbytes, p->stream);
         return;
@@ -77,7 +85,7 @@ void pr_stage(struct pr_shared *e, uint64_t piece)
     for (int i = 1; i < e->nranks; i++) {
         int b = next_rank(e, e->rank, i);
         size_t nbytes = clamp(p->counts[b], begin, p->segment) * p->size;
-        pr_copy_in(slot, source + (p->starts[b] + begin) * p->size, nbytes);
+        stage(e, slot, source + (p->starts[b] + begin) * p->size, nbytes);
         slot += p->stride != 0 ? p->stride : nbytes;
     }
 }
