@@ -123,6 +123,9 @@ uint64_t pr_shared_plan_waited(const struct pr_shared_plan *p); /* nanoseconds *
  * reduce_scatter needs counts[0] >= counts[rank], or its result would lie over what is still to be read. One call at a time: PR_BUSY if another is under way. PR_OK: it is over. */
 int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target);
 
+/* The same, but only publish the first piece: for calls that somebody else goes on with. PR_PENDING. */
+int pr_shared_begin(struct pr_shared_plan *p, uintptr_t source, uintptr_t target);
+
 /* Go on with it: do what can be done, and wait for peers for about so long; 0: not at all. */
 int pr_shared_advance(struct pr_shared *e, int64_t nanoseconds);
 

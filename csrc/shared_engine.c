@@ -257,7 +257,7 @@ static int where_it_stands(struct pr_shared *e)
     return PR_OK;
 }
 
-int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target)
+int pr_shared_begin(struct pr_shared_plan *p, uintptr_t source, uintptr_t target)
 {
     struct pr_shared *e = p->engine;
     if (e->plan != NULL)
@@ -275,9 +275,17 @@ int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target
     e->step = PR_STAGED;
     work(e, pr_stage, e->first);
     publish(e, e->first);
-    while (move(e))
+    return PR_PENDING;
+}
+
+int pr_shared_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target)
+{
+    int code = pr_shared_begin(p, source, target);
+    if (code == PR_BUSY)
+        return code;
+    while (move(p->engine))
         ;
-    return where_it_stands(e);
+    return where_it_stands(p->engine);
 }
 
 int pr_shared_advance(struct pr_shared *e, int64_t nanoseconds)

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from pyreduce.calls import Call
 from pyreduce.errors import Unsupported, WindowMemoryError, name_ranks
-from pyreduce.transports import Chunk, RmaChunk, SharedChunk
+from pyreduce.transports import Chunk, RmaChunk, SharedChunk, looks_for
 
 __all__ = ["LINE", "Arena", "FreeList", "Region"]
 
@@ -133,6 +133,11 @@ class Arena:
         self.crowded = False
         self._node_size = 1  # of the fullest node
         self._refusal = ""
+
+    @property
+    def looks(self) -> int:
+        """How often a waiting loop looks before it yields its core."""
+        return looks_for(self.crowded)
 
     @property
     def chunks(self) -> list[Chunk]:

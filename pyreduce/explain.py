@@ -14,7 +14,10 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
-from pyreduce import algorithms
+import numpy as np
+
+from pyreduce import algorithms, ops
+from pyreduce.algorithms import shared
 from pyreduce.algorithms.mesh import mesh, mesh_in_window
 from pyreduce.errors import name_ranks
 from pyreduce.programs import (
@@ -38,10 +41,22 @@ from pyreduce.programs import (
     input_blocks,
     writes,
 )
+from pyreduce.selection import choose
+from pyreduce.settings import ARENA_BYTES
 from pyreduce.simulate import Simulation
 from pyreduce.verify import Symbol, fold_symbols, format_symbol, verify
 
-__all__ = ["cost_card", "describe_step", "explain", "fold_orders", "holdings", "main", "rounds_in_words"]
+__all__ = [
+    "cost_card",
+    "describe_step",
+    "explain",
+    "explain_choice",
+    "explain_engine",
+    "fold_orders",
+    "holdings",
+    "main",
+    "rounds_in_words",
+]
 
 WIDE = 120  # columns above which the picture of who holds what is left out
 
@@ -278,6 +293,65 @@ def compare_modes(collective: str, nranks: int) -> Iterator[str]:
     yield WHY
 
 
+def _engine_steps(collective: str, nranks: int, rank: int) -> Iterator[str]:
+    """What a rank does with a piece, in words."""
+    others = name_ranks([peer for peer in range(nranks) if peer != rank])
+    staged = {
+        "reduce_scatter": f"lay out segment j of every block but block {rank}, for their owners",
+        "allgather": f"lay out segment j of block {rank}, and copy it to the result",
+        "allreduce": f"lay out segment j of every block but block {rank}, for their owners",
+    }[collective]
+    consumed = {
+        "reduce_scatter": f"fold segment j of block {rank} of all ranks, in rank order, straight into the result",
+        "allgather": f"copy what {others} laid out to the result",
+        "allreduce": f"fold segment j of block {rank} of all ranks, in rank order, to the result and where all see it",
+    }[collective]
+    yield f"  stage    {staged}; publish j"
+    yield f"  consume  wait until {others} published j; {consumed}" + (
+        "; publish that too" * (collective == "allreduce")
+    )
+    if collective == "allreduce":
+        yield f"  collect  wait until {others} published theirs; copy them to the result"
+
+
+def explain_engine(collective: str, nranks: int, ranks: Sequence[int] | None = None) -> Iterator[str]:
+    """``shared``, which has no program: what happens to one piece of the vector, and what it costs."""
+    yield f"{collective} by shared, P={nranks} ranks of a node"
+    for line in (shared.__doc__ or "").strip().split("\n"):
+        yield f"  {line}".rstrip()
+    yield "\nwhat a rank does with piece j (segment j of every block), piece j + 1 being staged before j is collected"
+    for rank in ranks if ranks is not None else range(nranks):
+        yield f"\nrank {rank}"
+        if nranks == 1:
+            yield "  copy the input to the result"
+        else:
+            yield from _engine_steps(collective, nranks, rank)
+    if collective == "allreduce":
+        small = "every rank lays out its whole vector, and folds all of all ranks' (one wait)"
+        yield f"\nup to {shared.SMALL_BYTES} bytes: {small}"
+    if collective != "allgather":
+        yield "\nfold order (rank order)"
+        whole = "x0"
+        for peer in range(1, nranks):
+            whole = f"({whole} + x{peer})"
+        yield f"  every block: {whole}"
+    yield "\ncost (S: bytes of the whole vector)"
+    read = {"reduce_scatter": 1, "allgather": 1, "allreduce": 2}[collective]
+    yield f"  messages  0; read from peers {read * (nranks - 1)}/{nranks} S a rank"
+    yield f"  memory    an arena of fixed size (arena_bytes, {ARENA_BYTES} a rank)"
+
+
+def explain_choice(collective: str, nbytes: int, nranks: int) -> Iterator[str]:
+    """Which algorithm ``algorithm=None`` means for so many bytes of float32, and why."""
+    op = None if collective == "allgather" else ops.SUM
+    yield f"{collective} of {nbytes} bytes (float32, SUM) on {nranks} ranks"
+    for where, refusal in (("on one node", None), ("otherwise", "for example, the ranks are on several nodes")):
+        for deterministic in (False, True):
+            name, why = choose(collective, nbytes, nranks, op, np.dtype(np.float32), deterministic, no_engine=refusal)
+            kind = ", deterministic=True" if deterministic else ""
+            yield f"  {where + kind:32} {name:7} {why}"
+
+
 def explain(
     collective: str, algorithm: str, nranks: int, ranks: Sequence[int] | None = None, mode: str | None = None
 ) -> Iterator[str]:
@@ -292,6 +366,9 @@ def explain(
     mode : {"hand", "builtin"}, optional
         Of ``mesh``: as one writes it by hand, or as the call on a window does it; with what differs.
     """
+    if algorithm == algorithms.SHARED:
+        yield from explain_engine(collective, nranks, ranks)
+        return
     function, turns = MODES[mode] if mode else (algorithms.get(algorithm).rounds, 2)
     programs = [build(algorithm, function, collective, nranks, rank) for rank in range(nranks)]
     report = verify(algorithm, function, collective, nranks, turns=turns)
@@ -325,6 +402,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
     parser.add_argument("--mode", choices=MODES, help="of mesh: by hand, or the call on a window; and what differs")
+    parser.add_argument(
+        "--bytes", type=int, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
+    )
     options = parser.parse_args(argv)
     if options.mode and options.algorithm != "mesh":
         parser.error(f"--mode is for --algorithm mesh, not {options.algorithm}")
@@ -337,7 +417,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.load:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
             runpy.run_path(options.load)
-        for line in explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode):
+        if options.bytes is not None:
+            lines = explain_choice(options.collective, options.bytes, options.ranks)
+        else:
+            lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode)
+        for line in lines:
             print(line)
     except BrokenPipeError:
         sys.stderr.close()

@@ -260,7 +260,7 @@ class Pending:
         plan = next(plan for plan in self.engine.plans if plan.handle == handle)
         operation = Operation(plan, None, 0, 0, None)
         operation.number = self.number
-        operation.started = SharedExecution(plan, begun=True)
+        operation.started = SharedExecution(plan)
         self._queue.append(operation)
         _active.add(self)
         return operation
@@ -314,11 +314,12 @@ class Pending:
             self.leave()
 
     def start(self, operation: Operation) -> None:
-        """A nonblocking call: put it into the queue, and do what can be done at once."""
+        """A nonblocking call: put it into the queue, and do what can be done at once, or leave that to the thread."""
         self.enter(operation.plan.call.collective)
         try:
             self._push(operation, self.settings.timeout)
-            self._advance()
+            if self.progress is None:
+                self._advance()
         except BaseException as error:
             self._fail(error, operation)
             raise

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["CHECKS", "TRANSPORTS", "Settings", "read_settings"]
+__all__ = ["ARENA_BYTES", "CHECKS", "TRANSPORTS", "Settings", "read_settings"]
 
 CHECKS = ("light", "full", "off")
 TRANSPORTS = ("shared", "rma")

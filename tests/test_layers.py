@@ -45,7 +45,6 @@ KNOW_MPI = {
     "arena",
     "transports",
     "algorithms.native",
-    "algorithms.shared",
 }
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

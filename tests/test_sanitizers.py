@@ -43,7 +43,11 @@ BROKEN = {
     "one result slot": ("shared.h", r"\(2 \+ \(piece & 1\)\)", "2"),
     "returns before its input is read": ("shared_engine.c", r"\(last && e->where != 0\)", "0"),
     "in place without staging": ("shared_engine.c", r"\|\| \(p->collective == PR_REDUCE_SCATTER[^;]*\)", ""),
-    "folded before it is read": ("shared_engine.c", r"(work\(e, pr_consume, k\);)(.*?memory_order_release\);)", r"\2 \1"),
+    "folded before it is read": (
+        "shared_engine.c",
+        r"(work\(e, pr_consume, k\);)(.*?memory_order_release\);)",
+        r"\2 \1",
+    ),  # fmt: skip
 }
 
 pytestmark = [

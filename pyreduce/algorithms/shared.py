@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
-
-from mpi4py import MPI
+from typing import TYPE_CHECKING, Any
 
 from pyreduce import ops
 from pyreduce._core import ffi, lib
-from pyreduce.arena import Arena, Region
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
 from pyreduce.errors import CoreError
-from pyreduce.transports import Chunk, looks_for
+
+if TYPE_CHECKING:  # so that explain can read this file where there is no MPI
+    from pyreduce.arena import Arena, Region
+    from pyreduce.transports import Chunk
 
 __all__ = ["Engine", "SharedExecution", "SharedPlan"]
 
@@ -55,17 +55,17 @@ class Engine:
     region : Region
         The arena: zeroed memory that all ranks reach.
     nranks, rank : int
-    crowded : bool
-        Ranks outnumber cores: waiting gives way soon.
+    looks : int
+        How often a waiting loop looks before it yields its core.
     """
 
-    def __init__(self, region: Region, nranks: int, rank: int, crowded: bool) -> None:
+    def __init__(self, region: Region, nranks: int, rank: int, looks: int) -> None:
         self.region = region
         self.nranks = nranks
         self.rank = rank
         slot = (region.nbytes - HEAD_BYTES) // SLOTS // SLOT_MULTIPLE * SLOT_MULTIPLE
         parts = [region.chunk.peer_base(peer) + region.offset for peer in range(nranks)]
-        handle = lib.pr_shared_open(nranks, rank, parts, slot, looks_for(crowded), cache_bytes())
+        handle = lib.pr_shared_open(nranks, rank, parts, slot, looks, cache_bytes())
         if handle == ffi.NULL:
             raise MemoryError("no memory for the shared-memory engine")
         self.handle: Any = ffi.gc(handle, lib.pr_shared_close)
@@ -155,37 +155,28 @@ class SharedPlan:
         before, self._counted = self._counted, (calls, waited)
         return calls - before[0], (waited - before[1]) * 1e-9
 
-    def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> SharedExecution:
-        """Begin a call; see `pyreduce.execute.Plan.start`."""
-        return SharedExecution(self, bases[0], bases[1])
+    def start(self, comm: object, bases: tuple[int, int, int], tag: int) -> SharedExecution:
+        """Publish the first piece of a call; see `pyreduce.execute.Plan.start`."""
+        if lib.pr_shared_begin(self.handle, bases[0], bases[1]) == lib.PR_BUSY:
+            raise CoreError("the shared-memory engine is in another call")
+        return SharedExecution(self)
 
 
 class SharedExecution:
-    """A call through the engine under way.
-
-    Parameters
-    ----------
-    plan : SharedPlan
-    source, target : int
-        Addresses; 0 if a door has begun the call.
-    """
+    """A call through the engine under way."""
 
     sent = received = talking = 0  # counted by plan, see Communicator.stats
 
-    def __init__(self, plan: SharedPlan, source: int = 0, target: int = 0, begun: bool = False) -> None:
+    def __init__(self, plan: SharedPlan) -> None:
         self._plan = plan
         self._handle = plan.engine.handle
         self.moves = 0
         self.mismatched = ""
         self._done = False
-        if not begun:
-            self._note(lib.pr_shared_start(plan.handle, source, target))
 
     def _note(self, code: int) -> bool:
         if code == lib.PR_MISMATCH:
             self.mismatched = "a peer has come with another call, or has given up"
-        elif code == lib.PR_BUSY:
-            raise CoreError("the shared-memory engine is in another call")
         self._done = code == lib.PR_OK
         return self._done
 
@@ -222,4 +213,4 @@ def open_engine(arena: Arena, nbytes: int, call: Call, nranks: int, timeout: flo
     MismatchError, CollectiveTimeout, BrokenCommunicatorError
     """
     region = arena.allocate(nbytes, call, timeout)
-    return Engine(region, nranks, call.rank, arena.crowded)
+    return Engine(region, nranks, call.rank, arena.looks)
