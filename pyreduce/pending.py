@@ -22,7 +22,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeAlias
-from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -158,7 +157,7 @@ class Operation:
         self.error: BaseException | None = None
 
 
-_active: WeakSet[Pending] = WeakSet()  # queues that are not empty
+_active: dict[int, Pending] = {}  # queues that are not empty, by id
 
 
 class Pending:
@@ -262,7 +261,7 @@ class Pending:
         operation.number = self.number
         operation.started = SharedExecution(plan)
         self._queue.append(operation)
-        _active.add(self)
+        _active[id(self)] = self
         return operation
 
     def complete_light(self, buffers: object) -> None:
@@ -415,7 +414,7 @@ class Pending:
             self._numbered += 1
         operation.tag = self.tags.tag(operation.digest, operation.number)
         self._queue.append(operation)
-        _active.add(self)
+        _active[id(self)] = self
         if len(self._queue) == 1:
             if perf_counter() - self._last > AWAY_SECONDS:
                 self.peers.check_notices(call, operation.number)
@@ -452,7 +451,7 @@ class Pending:
         if self._queue:
             self._begin(self._queue[0])
         else:
-            _active.discard(self)
+            _active.pop(id(self), None)
 
     def _advance(self) -> None:
         """Everything that can be done without waiting."""
@@ -474,7 +473,7 @@ class Pending:
 
     def _push_others(self) -> None:
         """Let other communicators' calls go on meanwhile."""
-        for other in list(_active):
+        for other in list(_active.values()):
             if other is not self and other.lock.acquire(blocking=False):
                 try:
                     if other.progress is None:
@@ -490,6 +489,9 @@ class Pending:
 
     def _fail(self, error: BaseException, operation: Operation | None) -> None:
         """Nothing of the queue can be completed any more."""
+        if operation is not None and operation.number == 0 and self.peers.broken is not None:
+            operation.error = error  # it came too late to be part of it
+            return
         ended = list(self._queue)
         if operation is not None and operation not in ended and not operation.done:
             ended.append(operation)
@@ -499,7 +501,7 @@ class Pending:
         for op in ended:
             op.error = error
         self._queue.clear()
-        _active.discard(self)
+        _active.pop(id(self), None)
 
     # ---- what it works with
 

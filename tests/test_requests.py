@@ -109,6 +109,12 @@ def poisoned(shape: Any, dtype: Any = np.float64) -> np.ndarray:
     return Guarded(np.empty(shape).shape, dtype).view
 
 
+def count_alive(*names: str) -> int:
+    """Objects of classes with these names."""
+    gc.collect()
+    return sum(type(thing).__name__ in names for thing in gc.get_objects())
+
+
 class Work:
     """Some calls of all kinds, the same on all ranks: started, and checked when they are waited for."""
 
@@ -306,9 +312,10 @@ def test_case_7_memory_is_flat_over_1000_nonblocking_calls(communicator):
             shapes = [got.shape for got in pr.waitall(requests)]
             assert shapes == [(4, 0, 2), (counts[k.rank],), (8,), (40,)]
 
+    make_calls(40)
+    before = count_alive("Operation", "Request", "Staging", "Execution")
     assert grow(make_calls, 1000) < ALLOWED / 4
-    kept = [o for o in gc.get_objects() if type(o).__name__ in ("Operation", "Request", "Staging", "Execution")]
-    assert len(kept) < 20
+    assert count_alive("Operation", "Request", "Staging", "Execution") <= before
 
 
 # ------------------------------------------------------------------------------------------------ lives of buffers
@@ -342,7 +349,7 @@ def test_buffers_are_let_go_of_afterwards(communicator):
     assert [ref() for ref in seen] == [None, None]
 
 
-# ------------------------------------------------------------------------------------------------ waitall, communicators
+# ------------------------------------------------------------------------------------------------ many at once
 
 
 def test_waitall(make_communicator, communicator):
@@ -406,9 +413,11 @@ def test_a_dropped_request_warns_and_completes_later(communicator, algorithm):
     k = communicator
     out = np.full(20, np.nan)
     request = k.iallreduce(case_input(k.rank, 20), out, algorithm=algorithm)
+    held = [request]
+    del request
     with pytest.warns(ResourceWarning, match=r"a request of allreduce \(call \d+\) was dropped"):
-        del request
-        gc.collect()
+        held.clear()
+    gc.collect()
     k.iallreduce(np.ones(1), algorithm=algorithm).wait()
     assert_same(out, case_result("allreduce", k.size, k.rank, 20))
 
@@ -478,14 +487,9 @@ def test_wrong_arguments_start_nothing(communicator):
             if collective != "allreduce":
                 wrong.append((ValueError, lambda s=starting, c=collective: s(k, c, x, counts=[1] * (k.size + 1))))
     for i, (kind, call) in enumerate(wrong):
-        if collective == "reduce_scatter" and k.size == 1:
-            continue
-        try:
-            call()
-        except kind as error:
-            assert f"rank {k.rank} of {k.size}" in str(error), error
-        else:
-            raise AssertionError(f"case {i} raised nothing")
+        error = outcome(call)
+        assert type(error) is kind, (i, error)
+        assert f"rank {k.rank} of {k.size}" in str(error)
     assert k.next_call() in (before, before + 1)
     assert (k.allreduce(x) == k.size).all()
 
@@ -591,53 +595,36 @@ def test_a_later_request_tells_of_an_earlier_mismatch(comm):
     check_broken(k, error)
 
 
-@several
+@pytest.mark.ranks(3)
 @every_algorithm
-@every_collective
-def test_a_peer_that_never_starts_is_named(comm, collective, algorithm):
-    absent = comm.size - 1
+@pytest.mark.parametrize("way", ["nonblocking", "persistent"])
+def test_a_peer_that_never_starts_is_named(comm, way, algorithm):
+    absent = 1
+    collective = COLLECTIVES[ALGORITHMS.index(algorithm) % 3]
     k = pr.Communicator(comm, timeout=20)
     options = {"algorithm": algorithm, **case_options(collective, k.size, 64)}
     x = np.arange(64.0)
-    getattr(k, collective)(x, **options)
-    for persistent in (False, True):
-        if comm.rank != absent and not (persistent and comm.rank == 0):
-            request = init(k, collective, x, **options) if persistent else begin(k, collective, x, **options)
-            if persistent:
-                error = outcome(request.start)
-                assert isinstance(error, pr.BrokenCommunicatorError), error
-                break
-            error = outcome(lambda request=request: request.wait(timeout=0.5))
-            assert isinstance(error, pr.CollectiveTimeout), error
-            assert error.missing == (absent,)
-            assert f"rank {absent} had not arrived" in str(error)
-            assert outcome(lambda request=request: request.wait(timeout=0.5)) is error
-            check_broken(k, error)
-            break
-    comm.Barrier()
-    k.close()
-
-
-@several
-@every_algorithm
-def test_a_peer_that_never_starts_a_persistent_call_is_named(comm, algorithm):
-    absent = comm.size - 1
-    k = pr.Communicator(comm, timeout=20)
-    request = k.allreduce_init(np.arange(64.0), algorithm=algorithm)
-    request()
+    persistent = init(k, collective, x, **options)
+    persistent()
     if comm.rank != absent:
-        request.start()
+        if way == "persistent":
+            persistent.start()
+        request: Any = persistent if way == "persistent" else begin(k, collective, x, **options)
         error = outcome(lambda: request.wait(timeout=0.5))
         assert isinstance(error, pr.CollectiveTimeout), error
         assert error.missing == (absent,)
-        assert isinstance(outcome(request.start), pr.BrokenCommunicatorError)
+        assert f"rank {absent} had not arrived" in str(error)
+        if way == "nonblocking":
+            assert outcome(lambda: request.wait(timeout=0.5)) is error
+            assert outcome(request.test) is error
+        assert isinstance(outcome(persistent.start), pr.BrokenCommunicatorError)
         check_broken(k, error)
-    request.free()
+    persistent.free()
     comm.Barrier()
     k.close()
 
 
-@several
+@pytest.mark.ranks(3)
 def test_close_gives_up_on_a_peer_that_never_starts(comm):
     absent = comm.size - 1
     k = pr.Communicator(comm, timeout=0.5)
@@ -829,9 +816,10 @@ def test_dropped_persistent_requests_leave_nothing(communicator, algorithm):
         gc.collect()
         assert (k.allreduce(np.ones(3), algorithm=algorithm) == k.size).all()
 
+    make(3)
+    before = count_alive("Plan", "SharedPlan", "NativePlan", "Prequest")
     assert grow(make, 200) < ALLOWED / 4
-    plans = [o for o in gc.get_objects() if type(o).__name__ in ("Plan", "SharedPlan", "NativePlan", "Prequest")]
-    assert len(plans) < 100
+    assert count_alive("Plan", "SharedPlan", "NativePlan", "Prequest") <= before
 
 
 @every_algorithm
@@ -1028,27 +1016,35 @@ def test_a_persistent_call_outstanding_at_close_has_its_result(comm):
 
 
 @several
+@pytest.mark.parametrize("adopted", [False, True])
 @pytest.mark.parametrize("algorithm", ["shared", "ring", "mesh"])
-def test_a_persistent_request_dropped_under_way_keeps_its_buffers(make_communicator, comm, algorithm):
-    """The call goes on in them."""
+def test_a_persistent_request_dropped_under_way_keeps_its_buffers(make_communicator, comm, algorithm, adopted):
+    """The call goes on in them. The arrays are views: their memory stays in any case, or the test may crash."""
     k = make_communicator()
-    x, out = case_input(k.rank, 3000), np.empty(3000)
-    request = k.allreduce_init(x, out, algorithm=algorithm)
-    request()
-    refs = [weakref.ref(x), weakref.ref(out)]
+    memory = case_input(k.rank, 3000), np.empty(3000)
+    views = [array[:] for array in memory]
+    refs = [weakref.ref(view) for view in views]
+    requests = [k.allreduce_init(*views, algorithm=algorithm)]
+    requests[0]()
     comm.Barrier()
     if k.rank:
-        request.start()
+        requests[0].start()
+        later = k.iallreduce(np.ones(3), algorithm=algorithm) if adopted else None
+        views.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            del request, x, out
+            requests.clear()
             gc.collect()
         kept = [ref() is not None for ref in refs]
     comm.Barrier()
     if not k.rank:
-        request.start()
+        requests[0].start()
+        later = k.iallreduce(np.ones(3), algorithm=algorithm) if adopted else None
         kept = [True]
+    if later is not None:
+        later.wait()
     k.allreduce(np.ones(3), algorithm=algorithm)
+    assert_same(memory[1], case_result("allreduce", k.size, k.rank, 3000))
     assert all(kept), "the arrays of a call under way were freed"
 
 

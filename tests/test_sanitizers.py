@@ -47,7 +47,7 @@ BROKEN = {
         "shared_engine.c",
         r"(work\(e, pr_consume, k\);)(.*?memory_order_release\);)",
         r"\2 \1",
-    ),  # fmt: skip
+    ),
 }
 
 pytestmark = [
