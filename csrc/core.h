@@ -146,10 +146,16 @@ int pr_door_look(uintptr_t object, uintptr_t *data, int *nd, intptr_t *first_dim
 uintptr_t pr_door_address(uintptr_t object); /* of an array's data; 0: not known */
 struct pr_door *pr_door_make(struct pr_shared *e);
 void pr_door_free(struct pr_door *door);
+
+/* Have a door know a plan for arrays like these; PR_SHUT if it does already, or if they are not for doors. */
 int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t send, uintptr_t recv);
 
 /* A whole call. PR_SHUT: nothing was done, take the long way. PR_PENDING, PR_MISMATCH: go on with pr_shared_advance. */
 int pr_door_call(struct pr_door *door, uintptr_t send, uintptr_t recv);
+
+/* Whether pr_door_call has left a call waiting, which only the thread that made it may go on with; and that it has. */
+int pr_door_waiting(const struct pr_shared *e);
+void pr_door_taken_over(struct pr_shared *e);
 
 /* The two halves of a call, for addresses that are known to be good. */
 int pr_door_start(struct pr_shared_plan *p, uintptr_t source, uintptr_t target);

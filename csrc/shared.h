@@ -50,6 +50,7 @@ struct pr_shared_plan {
     struct pr_folding folding;
     size_t *counts, *starts; /* elements of every block, and before it */
     uint64_t calls;
+    int unused;      /* to be freed when the call under way is over */
     uint64_t waited; /* nanoseconds in which nothing could be done */
 };
 
@@ -67,6 +68,7 @@ struct pr_shared {
     uintptr_t *srcs;            /* scratch for a fold */
     atomic_int entered, open;   /* see shared_door.c */
     uint64_t light;             /* calls that came through doors */
+    int left_waiting;           /* pr_door_call has left a call that its caller must go on with */
 
     struct pr_staging {         /* what large calls of each collective have cost, see shared_engine.c */
         uint64_t calls;

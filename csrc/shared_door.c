@@ -81,14 +81,38 @@ void pr_door_free(struct pr_door *door)
     free(door);
 }
 
+static int fits(const struct ndarray *a, const struct pr_door_entry *entry, int i)
+{
+    if (a->descr != entry->descr || a->nd != entry->nd[i])
+        return 0;
+    for (int d = 0; d < a->nd; d++)
+        if (a->dims[d] != entry->dims[i][d])
+            return 0;
+    return 1;
+}
+
+static const struct pr_door_entry *find(struct pr_door *door, const struct ndarray *send, const struct ndarray *recv)
+{
+    for (int i = 0, at = door->last; i < door->count; i++, at = at + 1 < door->count ? at + 1 : 0)
+        if (fits(send, &door->entries[at], 0) && fits(recv, &door->entries[at], 1)) {
+            door->last = at;
+            return &door->entries[at];
+        }
+    return NULL;
+}
+
 int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t send, uintptr_t recv)
 {
     if (head_bytes == 0)
         return PR_SHUT;
     const struct ndarray *arrays[2] = {fields(send), fields(recv)};
     struct pr_door_entry entry = {.plan = plan};
+    if (arrays[0] == NULL || arrays[1] == NULL || arrays[0]->descr != arrays[1]->descr)
+        return PR_SHUT; /* it knows one descr, which its plan keeps alive */
+    if (find(door, arrays[0], arrays[1]) != NULL)
+        return PR_SHUT;
     for (int i = 0; i < 2; i++) {
-        if (arrays[i] == NULL || arrays[i]->nd > MOST_DIMS)
+        if (arrays[i]->nd > MOST_DIMS)
             return PR_SHUT;
         entry.descr = arrays[i]->descr;
         entry.nd[i] = arrays[i]->nd;
@@ -110,26 +134,6 @@ int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t sen
     return PR_OK;
 }
 
-static int fits(const struct ndarray *a, const struct pr_door_entry *entry, int i)
-{
-    if (a->descr != entry->descr || a->nd != entry->nd[i])
-        return 0;
-    for (int d = 0; d < a->nd; d++)
-        if (a->dims[d] != entry->dims[i][d])
-            return 0;
-    return 1;
-}
-
-static const struct pr_door_entry *find(struct pr_door *door, const struct ndarray *send, const struct ndarray *recv)
-{
-    for (int i = 0, at = door->last; i < door->count; i++, at = at + 1 < door->count ? at + 1 : 0)
-        if (fits(send, &door->entries[at], 0) && fits(recv, &door->entries[at], 1)) {
-            door->last = at;
-            return &door->entries[at];
-        }
-    return NULL;
-}
-
 static int enter(struct pr_door *door, const struct ndarray *send, const struct ndarray *recv)
 {
     struct pr_shared *e = door->engine;
@@ -146,7 +150,10 @@ static int enter(struct pr_door *door, const struct ndarray *send, const struct 
         return PR_SHUT;
     int code = pr_shared_start(entry->plan, source, target);
     e->light += code != PR_BUSY;
-    return code == PR_PENDING ? pr_shared_advance(e, PATIENCE_NS) : code == PR_BUSY ? PR_SHUT : code;
+    if (code == PR_PENDING)
+        code = pr_shared_advance(e, PATIENCE_NS);
+    e->left_waiting = code == PR_PENDING || code == PR_MISMATCH;
+    return code == PR_BUSY ? PR_SHUT : code;
 }
 
 int pr_door_call(struct pr_door *door, uintptr_t send, uintptr_t recv)
@@ -186,6 +193,16 @@ int pr_door_wait(struct pr_shared_plan *p)
         code = pr_shared_advance(e, PATIENCE_NS);
     atomic_store(&e->entered, 0);
     return code;
+}
+
+int pr_door_waiting(const struct pr_shared *e)
+{
+    return e->left_waiting;
+}
+
+void pr_door_taken_over(struct pr_shared *e)
+{
+    e->left_waiting = 0;
 }
 
 uint64_t pr_door_calls(const struct pr_shared *e)

@@ -252,6 +252,8 @@ static int where_it_stands(struct pr_shared *e)
                 note_staging(e);
         }
         e->plan->calls++;
+        if (e->plan->unused)
+            free(e->plan);
         e->plan = NULL;
     }
     return PR_OK;
@@ -433,5 +435,8 @@ uint64_t pr_shared_plan_waited(const struct pr_shared_plan *p)
 
 void pr_shared_plan_free(struct pr_shared_plan *p)
 {
-    free(p);
+    if (p->engine->plan == p)
+        p->unused = 1; /* freed when its call is over */
+    else
+        free(p);
 }

@@ -142,7 +142,7 @@ class Communicator:
             algorithm,
             bool(deterministic),
             self._agree,
-            self._forget_plans,
+            self._shut_doors,
             self._pending.count,
         )
         self._doors = {"reduce_scatter": _Doors(), "allgather": _Doors(), "allreduce": _Doors()}
@@ -496,9 +496,10 @@ class Communicator:
         engine = self._engine()
         if engine is None:
             return np.empty(dims, kind)
-        array = self._arrays.make(dims, kind, call, seconds)
-        engine.know_chunks(self._arrays.chunks)
-        return array
+        try:
+            return self._arrays.make(dims, kind, call, seconds)
+        finally:  # whatever has become of it, memory may have come or gone
+            engine.know_chunks(self._arrays.chunks)
 
     def _check_open(self, what: str) -> None:
         if self._comm is None:
@@ -509,11 +510,6 @@ class Communicator:
         """The engine, which the queue is told of as soon as there is one."""
         self._pending.engine = self._plans.engine
         return self._plans.engine
-
-    def _forget_plans(self) -> None:
-        """Plans are not kept any more: nor are the doors that know them."""
-        self._shut_doors()
-        self._pending.forget_plans()
 
     def _shut_doors(self) -> None:
         """Every call takes the long way, until doors are opened again."""
@@ -559,8 +555,7 @@ class Communicator:
         if self._settings.check == "full" or type(sendbuf) is not np.ndarray or type(recvbuf) is not np.ndarray:
             return
         if self._in_doors >= DOORS_KEPT:
-            self._plans.clear()
-            return
+            self._shut_doors()
         key = (op if collective != "allgather" else None, algorithm)
         door = self._doors[collective].get(key)
         if door is None:

@@ -25,7 +25,7 @@ from pyreduce.transports import Chunk
 
 __all__ = ["SharedArrays"]
 
-ASKED_AT_ONCE = 62  # bits of a word: blocks that can be given back at one safe point
+ASKED_AT_ONCE = 62  # bits of a word that ranks exchange
 
 
 class _Owner:
@@ -41,7 +41,7 @@ class _Block:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self.gone = False
+        self.gone = self.given_back = False
 
     def leave(self) -> None:
         self.gone = True
@@ -94,13 +94,15 @@ class SharedArrays:
 
     def _give_back(self, call: Call, timeout: float | None) -> None:
         """Free the blocks whose arrays have gone on all ranks."""
-        asked = self._blocks[:ASKED_AT_ONCE]
-        gone = sum(1 << i for i, block in enumerate(asked) if block.gone)
-        everywhere = functools.reduce(int.__and__, self._agree(call, gone, timeout))
-        for i, block in enumerate(asked):
-            if everywhere >> i & 1:
-                self._arena.give_back(block.region)
-                self._blocks.remove(block)
+        for start in range(0, len(self._blocks), ASKED_AT_ONCE):
+            asked = self._blocks[start : start + ASKED_AT_ONCE]
+            gone = sum(1 << i for i, block in enumerate(asked) if block.gone)
+            everywhere = functools.reduce(int.__and__, self._agree(call, gone, timeout))
+            for i, block in enumerate(asked):
+                if everywhere >> i & 1:
+                    self._arena.give_back(block.region)
+                    block.given_back = True
+        self._blocks = [block for block in self._blocks if not block.given_back]
 
     def close(self) -> None:
         """Free the memory; collective. What arrays still lie over is kept for them."""

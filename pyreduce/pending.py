@@ -27,9 +27,9 @@ import numpy as np
 from mpi4py import MPI
 
 from pyreduce import algorithms, arrays
-from pyreduce._core import ffi, lib
+from pyreduce._core import lib
 from pyreduce.algorithms.native import NativeExecution, NativePlan
-from pyreduce.algorithms.shared import Engine, SharedExecution, SharedPlan
+from pyreduce.algorithms.shared import Engine, SharedCounts, SharedExecution, SharedPlan
 from pyreduce.arguments import Arguments
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
@@ -194,23 +194,30 @@ class Pending:
 
     # ---- who may work on it
 
-    def enter(self, what: str) -> None:
-        """Take the communicator for this thread."""
+    def enter(self, what: str, own_light: bool = False) -> None:
+        """Take the communicator for this thread; a call that came through a door and is not done joins the queue.
+
+        `own_light` says that it is this thread's; another's, which is blocked in it, must not be touched.
+        """
         if self.closed:
             raise ValueError(f"{what}: this communicator is closed (rank {self.peers.rank} of {self.peers.size})")
-        if not self.lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=own_light):
             raise RuntimeError(self._crossed(what))
         if self.progress is not None:
             self.progress.hold()
-        engine = self.engine
-        if engine is not None:
-            if not engine.shut():
-                self._release()
-                raise RuntimeError(self._crossed(what))
-            if not self._queue:
-                self.adopt()
-        while self._unused and self.peers.broken is None and not self._queue:
-            self._unused.pop().free()
+        try:
+            engine = self.engine
+            if engine is not None:
+                if not engine.shut() or (lib.pr_door_waiting(engine.handle) and not own_light):
+                    raise RuntimeError(self._crossed(what))
+                lib.pr_door_taken_over(engine.handle)
+                if not self._queue:
+                    self.adopt()
+            while self._unused and self.peers.broken is None and not self._queue:
+                self._unused.pop().free()
+        except BaseException:
+            self._release()
+            raise
 
     def leave(self) -> None:
         """Give it back; doors open if nothing is outstanding."""
@@ -253,10 +260,9 @@ class Pending:
     def adopt(self) -> Operation | None:
         """Make a call that has come in through a door, and is not done, the head of the queue."""
         assert self.engine is not None
-        handle = lib.pr_shared_current(self.engine.handle)
-        if handle == ffi.NULL:
+        plan = self.engine.current()
+        if plan is None:
             return None
-        plan = next(plan for plan in self.engine.plans if plan.handle == handle)
         operation = Operation(plan, None, 0, 0, None)
         operation.number = self.number
         operation.started = SharedExecution(plan)
@@ -266,7 +272,7 @@ class Pending:
 
     def complete_light(self, buffers: object) -> None:
         """Wait for the call that a door has begun; `buffers` are its."""
-        self.enter("a call")
+        self.enter("a call", own_light=True)
         try:
             if self._queue:
                 head = self._queue[0]
@@ -280,10 +286,13 @@ class Pending:
 
     def leave_light(self, error: BaseException) -> None:
         """An exception has come while a door was being used; a call that it has begun is torn."""
-        if self.engine is not None and self.peers.broken is None:
-            head = self._queue[0] if self._queue else self.adopt()
-            if head is not None:
-                self._fail(error, head)
+        if self.engine is not None and lib.pr_door_waiting(self.engine.handle):
+            self.enter("a call", own_light=True)
+            try:
+                if self._queue:
+                    self._fail(error, None)
+            finally:
+                self.leave()
 
     def find_light(self, plan: AnyPlan) -> Operation | None:
         """The call of a persistent request that was started through a door; None if it is done."""
@@ -442,7 +451,7 @@ class Pending:
         plan, started = operation.plan, operation.started
         assert started is not None
         if not isinstance(plan, SharedPlan) and plan not in self.silent:
-            stats = self._stats_of(plan)
+            stats = self._stats_of(plan.call.collective, plan.call.algorithm, plan.why)
             stats.calls += 1
             stats.rounds += started.talking
             stats.bytes_sent += started.sent
@@ -509,36 +518,29 @@ class Pending:
     def stats(self) -> dict[tuple[str, str], Stats]:
         """By collective and algorithm; brought up to date."""
         if self.engine is not None:
-            for plan in self.engine.plans:
-                self._count(plan)
+            for plan in list(self.engine.plans.values()):
+                self._count(plan.counts, *plan.take_counts())
+            while self.engine.retired:
+                self._count(*self.engine.retired.pop())
         return self._stats
 
-    def _stats_of(self, plan: AnyPlan) -> Stats:
-        key = (plan.call.collective, plan.call.algorithm)
+    def _stats_of(self, collective: str, algorithm: str, why: str) -> Stats:
+        key = (collective, algorithm)
         stats = self._stats.get(key)
         if stats is None:
             stats = self._stats[key] = Stats()
-        stats.why = plan.why or stats.why
+        stats.why = why or stats.why
         return stats
 
-    def _count(self, plan: SharedPlan) -> None:
+    def _count(self, each: SharedCounts, calls: int, waited: float) -> None:
         """What the engine has counted since the last look."""
-        calls, waited = plan.take_counts()
         if calls:
-            stats = self._stats_of(plan)
+            stats = self._stats_of(each.collective, algorithms.SHARED, each.why)
             stats.calls += calls
-            stats.rounds += calls * plan.pieces
-            stats.bytes_sent += calls * plan.sent
-            stats.bytes_received += calls * plan.received
+            stats.rounds += calls * each.pieces
+            stats.bytes_sent += calls * each.sent
+            stats.bytes_received += calls * each.received
             stats.wait_seconds += waited
-
-    def forget_plans(self) -> None:
-        """The plans so far are not used again."""
-        if self.engine is not None:
-            for plan in self.engine.plans:
-                self._count(plan)
-            current = lib.pr_shared_current(self.engine.handle)
-            self.engine.plans = [plan for plan in self.engine.plans if plan.handle == current]
 
     def _scratch_of(self, nbytes: int) -> Array:
         if nbytes <= self._scratch.nbytes:

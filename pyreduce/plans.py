@@ -88,8 +88,8 @@ class Plans:
 
     def clear(self) -> None:
         """Keep none of the plans."""
-        self._plans.clear()
         self._forget()
+        self._plans.clear()
 
     def find(
         self,
@@ -132,13 +132,13 @@ class Plans:
         if facts is None:
             facts = _facts(collective, arguments)
         call = Call(collective, "", op, dtype, counts, facts, self.rank, self.settings)
+        if len(self._plans) >= PLANS_KEPT:
+            self.clear()
         asked = algorithm if algorithm is not None else self._algorithm
         name, why = self._choose(asked, call, nbytes, timeout)
         plan = self._make(name, why, call)
         if told_dtype is not None:
             plan.call = plan.call.like(dtype=told_dtype)
-        if len(self._plans) >= PLANS_KEPT:
-            self.clear()
         digest = None if self.settings.check == "off" else plan.call.digest()
         if not fresh:
             self._plans[key] = plan, digest

@@ -16,6 +16,7 @@ from pyreduce._core import lib
 from pyreduce.algorithms.shared import SharedPlan
 from pyreduce.arrays import Array
 from pyreduce.execute import Plan
+from pyreduce.peers import keep_for_ever
 from pyreduce.pending import AnyPlan, Operation, Pending, Staging
 from pyreduce.settings import check_seconds
 
@@ -258,8 +259,14 @@ class PersistentRequest:
         self._pending.free_later(self._plan)
 
     def __del__(self) -> None:
-        if not getattr(self, "_freed", True):
-            self._pending.free_later(self._plan)
+        if getattr(self, "_freed", True):
+            return
+        if self._active:
+            if self._light:
+                keep_for_ever((self._plan, self._staging))  # the engine still works on them
+            text = f"a persistent request of {self._plan.call.collective} was dropped while it was under way"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+        self._pending.free_later(self._plan)
 
     def _worded(self, what: str) -> str:
         peers = self._pending.peers

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from pyreduce import ops
 from pyreduce._core import ffi, lib
@@ -70,7 +72,8 @@ class Engine:
             raise MemoryError("no memory for the shared-memory engine")
         self.handle: Any = ffi.gc(handle, lib.pr_shared_close)
         self._missing: Any = ffi.new("unsigned char[]", nranks)
-        self.plans: list[SharedPlan] = []
+        self.plans: WeakValueDictionary[int, SharedPlan] = WeakValueDictionary()  # by address
+        self.retired: list[tuple[SharedCounts, int, float]] = []  # counts of plans that are gone
         self.holds_peers = slot // max(nranks - 1, 1) >= LEAST_SHARE
 
     def know_chunks(self, chunks: Sequence[Chunk]) -> None:
@@ -105,10 +108,34 @@ class Engine:
         lib.pr_shared_missing(self.handle, self._missing)
         return [rank for rank in range(self.nranks) if self._missing[rank]]
 
+    def current(self) -> SharedPlan | None:
+        """The plan of the call under way."""
+        handle = lib.pr_shared_current(self.handle)
+        return None if handle == ffi.NULL else self.plans.get(_address(handle))
+
     @property
     def round(self) -> int:
         """Pieces of the call under way that have been begun."""
         return int(lib.pr_shared_rounds(self.handle))
+
+
+class SharedCounts(NamedTuple):
+    """What a call of a plan counts for."""
+
+    collective: str
+    pieces: int
+    sent: int
+    received: int
+    why: str
+
+
+def _address(handle: Any) -> int:
+    return int(ffi.cast("uintptr_t", handle))
+
+
+def _free_plan(engine: Any, handle: Any) -> None:
+    """Free a plan before its engine, whichever of the two Python lets go first."""
+    lib.pr_shared_plan_free(handle)
 
 
 class SharedPlan:
@@ -129,7 +156,7 @@ class SharedPlan:
         )  # fmt: skip
         if handle == ffi.NULL:
             ops.check(code[0])
-        self.handle: Any = ffi.gc(handle, lib.pr_shared_plan_free)
+        self.handle: Any = ffi.gc(handle, partial(_free_plan, engine.handle))
         self.pieces = int(lib.pr_shared_plan_pieces(handle))
         own, total = call.counts[call.rank], sum(call.counts)
         size = call.dtype.itemsize
@@ -140,14 +167,25 @@ class SharedPlan:
         self.sent, self.received = moved * size * (call.nranks > 1), read * size
         self._counted = (0, 0)
         self.kept: list[object] = []  # what doors know by address
-        engine.plans.append(self)
+        engine.plans[_address(self.handle)] = self
 
     def enter_door(self, door: Any, sendbuf: Array, recvbuf: Array) -> bool:
-        """Have a door know this plan, for arrays like these; whether it does now."""
+        """Have a door know this plan, for arrays like these; whether that is new to it."""
         if lib.pr_door_add(door, self.handle, id(sendbuf), id(recvbuf)) != lib.PR_OK:
             return False
         self.kept.append(sendbuf.dtype)
         return True
+
+    def __del__(self) -> None:
+        if hasattr(self, "kept"):
+            calls, waited = self.take_counts()
+            if calls:
+                self.engine.retired.append((self.counts, calls, waited))
+
+    @property
+    def counts(self) -> SharedCounts:
+        """What one call counts for."""
+        return SharedCounts(self.call.collective, self.pieces, self.sent, self.received, self.why)
 
     def take_counts(self) -> tuple[int, float]:
         """Calls, and seconds of waiting for peers, since the last time."""
