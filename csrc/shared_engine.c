@@ -26,6 +26,7 @@
  *   (4) An input in shared memory is read by peers in F(k). Its owner returns only when `folded` of all peers has reached
  *       the call's last piece. Within the call, an in-place allreduce writes block b of piece k in C(k), after rank b
  *       said folded >= k. Where results would be written before that (small, or reduce_scatter in place), it is staged.
+ *       An owner that gives up in between spoils its fingerprint first; peers look at it again after they have read.
  *
  * The argument uses nothing but the order above and that every rank does every piece: so it holds for any mixture of the
  * three kinds, for one phase and two, and for blocks of any lengths. tests/test_shared_model.py checks it exhaustively for
@@ -160,6 +161,18 @@ static int same_call(struct pr_shared *e)
     return 1;
 }
 
+/* Whether no peer whose input is read in place has given up, and may have written to it, while it was read. Its line keeps
+ * the call's fingerprint until it has seen `folded` of this rank. Pairs with the fence in pr_shared_poison. */
+static int still_there(struct pr_shared *e)
+{
+    atomic_thread_fence(memory_order_acquire);
+    for (int r = 0; r < e->nranks; r++)
+        if (e->inputs[r] != 0 && atomic_load_explicit(&e->parts[r]->staged[e->first & 1].fingerprint,
+                                                      memory_order_relaxed) != e->plan->fingerprint)
+            return 0;
+    return 1;
+}
+
 /* How to stage a large call. Ranks that share a cache exchange pieces through it; ranks that do not (on other core
  * complexes or sockets) read a line that another has just written several times more slowly than memory. Nobody says which
  * is which, and a virtual machine may change it at any time, so it is measured: the time that this rank spends in moving
@@ -209,6 +222,10 @@ static int move(struct pr_shared *e)
             return 0;
         }
         work(e, pr_consume, k);
+        if (!still_there(e)) {
+            e->mismatched = 1;
+            return 0;
+        }
         PR_DELAY();
         if (two || last) /* nobody waits for another */
             atomic_store_explicit(&e->parts[e->rank]->folded, k, memory_order_release);
@@ -345,8 +362,8 @@ void pr_shared_poison(struct pr_shared *e)
 {
     if (e->plan == NULL)
         return; /* slow peers may still be in the last call, which has gone well; for the next they wait in vain */
-    for (int i = 0; i < 2; i++)
-        atomic_store_explicit(&e->parts[e->rank]->staged[i].fingerprint, POISON, memory_order_relaxed);
+    atomic_store_explicit(&e->parts[e->rank]->staged[e->first & 1].fingerprint, POISON, memory_order_relaxed);
+    atomic_thread_fence(memory_order_seq_cst); /* before what the user does to its input */
 }
 
 /* ---- plans ---- */

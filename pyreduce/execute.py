@@ -12,7 +12,7 @@ Order
     the n-th receive of the same lane, whatever the timing, and no message needs a header.
 
 Tags
-    A tag is (digest of the call, call number mod 32, lane). A call that differs has another tag: its messages are not
+    A tag is (digest of the call, call number mod 31, lane). A call that differs has another tag: its messages are not
     matched, and whoever waits for them finds them (see `pyreduce.peers`) before a byte is used.
 
 Windows and cells
@@ -71,6 +71,7 @@ __all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "Tags"]
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
 LANE_BITS, NUMBER_BITS = 3, 5
+NO_NUMBER = (1 << NUMBER_BITS) - 1  # calls are numbered modulo this
 NOTICE_TAG = 0
 # Where the bases of a run lie: input, output, scratch, own window, and from PEERS on every rank's window.
 SPACES = {INPUT: 0, OUTPUT: 1, SCRATCH: 2, WINDOW: 3}
@@ -99,11 +100,16 @@ class Tags:
     def tag(self, digest: int | None, number: int) -> int:
         """The tag of lane 0; None stands for calls that are not told apart (``check="off"``)."""
         kept = 2 if digest is None else 3 + digest % self.digests
-        return ((kept << NUMBER_BITS) | (number & ((1 << NUMBER_BITS) - 1))) << LANE_BITS
+        return ((kept << NUMBER_BITS) | number % NO_NUMBER) << LANE_BITS
+
+    @staticmethod
+    def without_number(tag: int) -> int:
+        """The tag for messages that are prepared once, for calls of many numbers."""
+        return tag | NO_NUMBER << LANE_BITS
 
     def neutral(self, number: int) -> int:
         """The tag under which calls are compared (``check="full"``), whatever they are."""
-        return ((1 << NUMBER_BITS) | (number & ((1 << NUMBER_BITS) - 1))) << LANE_BITS
+        return ((1 << NUMBER_BITS) | number % NO_NUMBER) << LANE_BITS
 
     @staticmethod
     def same_number(one: int, other: int) -> bool:
@@ -179,8 +185,7 @@ class Plan:
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
         self.one_sided = program.one_sided
-        self.kept: dict[tuple[int, int, bool], list[MPI.Prequest]] | None = None
-        self.kept_tag = 0
+        self.kept: dict[tuple[int, int, bool], tuple[list[MPI.Prequest], int]] | None = None
         self.own_scratch: Array | None = None
         self._cut(call, in_window)
         self._lay_out(program, call, in_window)
@@ -208,7 +213,7 @@ class Plan:
 
     def free(self) -> None:
         """Give back a persistent plan's messages; none may be under way."""
-        for _, requests in (self.kept or {}).items():
+        for requests, _ in (self.kept or {}).values():
             for request in requests:
                 request.Free()
         self.kept = {}
@@ -594,8 +599,10 @@ class Execution:
             lane[2], self.received = self._post(recvs, comm.Irecv, bases, lane[0], tag, self.received)
             lane[3], self.sent = self._post(sends, comm.Isend, bases, lane[0], tag, self.sent)
         else:
-            lane[2] = self._start_kept(recvs, comm.Recv_init, bases, (lane[0], lane[1], False), number)
-            lane[3] = self._start_kept(sends, comm.Send_init, bases, (lane[0], lane[1], True), number)
+            lane[2], moved = self._start_kept(recvs, comm.Recv_init, bases, (lane[0], lane[1], False), number)
+            self.received += moved
+            lane[3], moved = self._start_kept(sends, comm.Send_init, bases, (lane[0], lane[1], True), number)
+            self.sent += moved
         lane[4] = waits[::-1]
         if not lane[2]:
             lane[2] = None
@@ -613,21 +620,22 @@ class Execution:
 
     def _start_kept(
         self, messages: Sequence[Any], make: Any, bases: Sequence[int], key: tuple[int, int, bool], lane: int
-    ) -> list[MPI.Prequest]:
+    ) -> tuple[list[MPI.Prequest], int]:
         """The same with persistent requests, which are made when they are first needed.
 
-        Their tag stays that of the first call. That is enough: the calls of a communicator follow each other, so the
-        n-th message of a tag between two ranks meets the n-th receive, whichever calls they belong to.
+        Their tag bears no call's number. It needs none: the calls of a communicator follow each other, so the n-th
+        message of a tag between two ranks meets the n-th receive, whichever calls they belong to.
         """
         plan = self._plan
         assert plan.kept is not None
-        requests = plan.kept.get(key)
-        if requests is None:
-            plan.kept_tag = plan.kept_tag or self._tag
-            made, _ = self._post(messages, make, bases, key[0], plan.kept_tag | lane, 0)
-            plan.kept[key] = requests = [request for request in made if isinstance(request, MPI.Prequest)]
+        kept = plan.kept.get(key)
+        if kept is None:
+            tag = Tags.without_number(self._tag)
+            made, nbytes = self._post(messages, make, bases, key[0], tag | lane, 0)
+            plan.kept[key] = kept = [request for request in made if isinstance(request, MPI.Prequest)], nbytes
+        requests, nbytes = kept
         MPI.Prequest.Startall(requests)
-        return list(requests)
+        return list(requests), nbytes
 
     def _settle(self, number: int) -> None:
         """A run is over: what its program has waited for, and not taken back, is spent."""

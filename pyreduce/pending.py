@@ -22,6 +22,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -190,6 +191,8 @@ class Pending:
         self._sites: set[tuple[str, ...]] = set()
         self._unused: list[Plan] = []  # persistent plans that nobody will start again
         self.closed = False
+        self.lent = False  # the lock is held by a thread that only pushes this queue on, and will soon let go
+        self.persistent: WeakSet[Plan] = WeakSet()
         peers.tell_when_broken(self)
 
     # ---- who may work on it
@@ -201,7 +204,7 @@ class Pending:
         """
         if self.closed:
             raise ValueError(f"{what}: this communicator is closed (rank {self.peers.rank} of {self.peers.size})")
-        if not self.lock.acquire(blocking=own_light):
+        if not self.lock.acquire(blocking=own_light or self.lent):
             raise RuntimeError(self._crossed(what))
         if self.progress is not None:
             self.progress.hold()
@@ -252,11 +255,6 @@ class Pending:
         """What was agreed on was not for a call that follows, but something of its own."""
         self._numbered += 1
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is outstanding."""
-        return not self._queue
-
     def adopt(self) -> Operation | None:
         """Make a call that has come in through a door, and is not done, the head of the queue."""
         assert self.engine is not None
@@ -296,10 +294,9 @@ class Pending:
 
     def find_light(self, plan: AnyPlan) -> Operation | None:
         """The call of a persistent request that was started through a door; None if it is done."""
-        if self.idle:
-            self.enter(plan.call.collective)  # which adopts what is not done
-            self.leave()
+        self.enter(plan.call.collective)  # which adopts what is not done
         found = next((operation for operation in self._queue if operation.plan is plan), None)
+        self.leave()
         if found is None:
             self.peers.check_usable()
         return found
@@ -347,7 +344,9 @@ class Pending:
         self._raise_for(operation)
         self.enter(operation.plan.call.collective)
         try:
-            self._complete(operation, timeout)
+            if not operation.done:  # nor has a thread ended it meanwhile
+                self._raise_for(operation)
+                self._complete(operation, timeout)
         except BaseException as error:
             self._fail(error, operation)
             raise
@@ -363,6 +362,7 @@ class Pending:
         try:
             self._advance()
             if not operation.done:
+                self._raise_for(operation)
                 self._watch(self._queue[0]).glance()
         except BaseException as error:
             self._fail(error, operation)
@@ -390,14 +390,18 @@ class Pending:
 
     def close(self, timeout: float | None) -> None:
         """Complete everything; nothing is called afterwards."""
-        if self.peers.broken is None:
-            if self.engine is not None:
-                self.enter("close")
-                self.leave()
-            if self._queue:
-                self.complete(self._queue[-1], timeout)
+        if self.peers.broken is None and not self.closed:
             self.enter("close")
-            self.leave()
+            try:
+                while self._queue:
+                    self._complete(self._queue[-1], timeout)
+                for plan in list(self.persistent):
+                    plan.free()
+            except BaseException as error:
+                self._fail(error, None)
+                raise
+            finally:
+                self.leave()
         if self.progress is not None:
             self.progress.stop()
         self.closed = True
@@ -419,7 +423,7 @@ class Pending:
             self._compare_calls(call, self.number + 1, timeout)
             self._numbered += 1  # the comparison was a call of its own
         operation.number = self.number + 1
-        if operation.plan not in self.silent:
+        if operation.plan not in self.silent or self.settings.check == "full":  # full compares every message's call
             self._numbered += 1
         operation.tag = self.tags.tag(operation.digest, operation.number)
         self._queue.append(operation)
@@ -483,11 +487,12 @@ class Pending:
     def _push_others(self) -> None:
         """Let other communicators' calls go on meanwhile."""
         for other in list(_active.values()):
-            if other is not self and other.lock.acquire(blocking=False):
+            if other is not self and other.progress is None and other.lock.acquire(blocking=False):
+                other.lent = True
                 try:
-                    if other.progress is None:
-                        other.push_on(linger=False)
+                    other.push_on(linger=False)
                 finally:
+                    other.lent = False
                     other.lock.release()
 
     def _watch(self, head: Operation) -> Watch:
@@ -564,7 +569,7 @@ class Pending:
         gathered = np.zeros((self.peers.size, RECORD_BYTES), np.uint8)
         tag = self.tags.neutral(number)
         started = plan.start(self.comm, (arrays.address(record), arrays.address(gathered), 0), tag)
-        self.peers.wait(started, call, number, tag, timeout)
+        self.peers.wait(started, call, number, tag, timeout, self._push_others)
         records = [bytes(row).rstrip(b"\0").decode(errors="replace").partition(" ") for row in gathered]
         if len({digest for digest, _, _ in records}) > 1:
             try:

@@ -136,14 +136,16 @@ def waitall(requests: Sequence[Request | PersistentRequest], timeout: float | No
 class PersistentRequest:
     """A call whose arguments are settled, to be started again and again. Made by `Communicator.allreduce_init` ...
 
-    What the arrays hold is read at each `start`. Use it as a context manager, or `free` it; it is freed with its
-    communicator at the latest.
+    What the arrays hold is read at each `start`. Without `recvbuf` every call gives the same array, written anew. Use
+    it as a context manager, or `free` it; it is freed with its communicator at the latest.
     """
 
     def __init__(self, pending: Pending, plans: Plans, plan: AnyPlan, digest: int | None, staging: Staging) -> None:
         self._pending = pending
         self._plans = plans
         self._plan = plan.persistent() if isinstance(plan, Plan) and not plan.one_sided else plan
+        if isinstance(self._plan, Plan) and self._plan.kept is not None:
+            pending.persistent.add(self._plan)
         self._digest = digest
         self._staging = staging
         self._source, self._target = arrays.address(staging.source), arrays.address(staging.target)
@@ -151,7 +153,7 @@ class PersistentRequest:
         self._active = self._light = self._freed = False
         self._result = staging.result if staging.direct else None
         # Of the short way: the plan as the engine knows it.
-        quick = isinstance(plan, SharedPlan) and pending.settings.check != "full"
+        quick = isinstance(plan, SharedPlan) and pending.settings.check != "full" and pending.progress is None
         self._handle: Any = plan.handle if quick and isinstance(plan, SharedPlan) else None
 
     def __repr__(self) -> str:
@@ -161,8 +163,11 @@ class PersistentRequest:
     def __enter__(self) -> PersistentRequest:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.free()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if kind is None:
+            self.free()
+        else:  # peers may not come to end a call that is under way
+            self._let_go()
 
     @property
     def pending(self) -> Pending:
@@ -258,15 +263,21 @@ class PersistentRequest:
         self._handle = None
         self._pending.free_later(self._plan)
 
+    def _let_go(self) -> None:
+        """Free it as it is."""
+        if self._active and self._light:
+            keep_for_ever((self._plan, self._staging))  # the engine still works on them
+        self._freed = True
+        self._handle = None
+        self._pending.free_later(self._plan)
+
     def __del__(self) -> None:
         if getattr(self, "_freed", True):
             return
         if self._active:
-            if self._light:
-                keep_for_ever((self._plan, self._staging))  # the engine still works on them
             text = f"a persistent request of {self._plan.call.collective} was dropped while it was under way"
             warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
-        self._pending.free_later(self._plan)
+        self._let_go()
 
     def _worded(self, what: str) -> str:
         peers = self._pending.peers
