@@ -41,6 +41,7 @@ struct pr_shared_plan {
     int small;          /* an allreduce in one phase: every rank folds all */
     int fits_line;      /* the data of a piece fit into a line */
     int stream;         /* results go past the caches */
+    int measured;       /* large enough to be worth looking how it is best staged */
     size_t size;        /* bytes of an element */
     size_t total;       /* elements of the vector */
     size_t segment;     /* elements of a block in a piece */
@@ -70,10 +71,10 @@ struct pr_shared {
     uint64_t light;             /* calls that came through doors */
     int left_waiting;           /* pr_door_call has left a call that its caller must go on with */
 
-    struct pr_staging {         /* what large calls of each collective have cost, see shared_engine.c */
+    struct pr_staging {         /* what calls of each collective have cost, large and streamed ones, see shared_engine.c */
         uint64_t calls;
         double cost[2];
-    } staging[3];
+    } staging[3][2];
 
     /* The call under way. */
     struct pr_shared_plan *plan;
@@ -85,7 +86,7 @@ struct pr_shared {
     int seen;                   /* peers seen in this wait, in the order of reading */
     int mismatched;
     int past;                   /* it is staged past the caches */
-    int64_t worked;             /* nanoseconds spent in moving data; counted only if results are streamed */
+    int64_t worked;             /* nanoseconds spent in moving data; counted only if that is measured */
     uint64_t *inputs;           /* where every rank has its input, of the call under way */
 };
 

@@ -46,6 +46,12 @@
 #define PR_DELAY()
 #endif
 
+#if defined(__SANITIZE_THREAD__) /* which knows no fences; without them nothing changes for it */
+#define FENCE(order) ((void)0)
+#else
+#define FENCE(order) atomic_thread_fence(order)
+#endif
+
 static const uint64_t POISON = UINT64_MAX;
 
 size_t pr_shared_bytes(size_t slot)
@@ -165,7 +171,7 @@ static int same_call(struct pr_shared *e)
  * the call's fingerprint until it has seen `folded` of this rank. Pairs with the fence in pr_shared_poison. */
 static int still_there(struct pr_shared *e)
 {
-    atomic_thread_fence(memory_order_acquire);
+    FENCE(memory_order_acquire);
     for (int r = 0; r < e->nranks; r++)
         if (e->inputs[r] != 0 && atomic_load_explicit(&e->parts[r]->staged[e->first & 1].fingerprint,
                                                       memory_order_relaxed) != e->plan->fingerprint)
@@ -173,13 +179,13 @@ static int still_there(struct pr_shared *e)
     return 1;
 }
 
-/* How to stage a large call. Ranks that share a cache exchange pieces through it; ranks that do not (on other core
+/* How to stage a call that is not small. Ranks that share a cache exchange pieces through it; ranks that do not (on other core
  * complexes or sockets) read a line that another has just written several times more slowly than memory. Nobody says which
  * is which, and a virtual machine may change it at any time, so it is measured: the time that this rank spends in moving
  * the data of a call, staged through the caches (0) or past them (1). The better way is taken; the other one is tried
  * every so often. All ranks try in the same calls, since they count the same; should they choose differently, the data are
  * the same. */
-enum { TRY_EVERY = 16 };
+enum { TRY_EVERY = 32, MEASURE_FROM = 1 << 15 };
 
 static int choose_staging(struct pr_staging *s)
 {
@@ -191,15 +197,16 @@ static int choose_staging(struct pr_staging *s)
 static void note_staging(struct pr_shared *e)
 {
     const struct pr_shared_plan *p = e->plan;
-    struct pr_staging *s = &e->staging[p->collective];
+    struct pr_staging *s = &e->staging[p->collective][p->stream];
     double cost = (double)e->worked / (double)(p->total * p->size);
-    s->cost[e->past] = s->cost[e->past] == 0 ? cost : (s->cost[e->past] + cost) / 2;
+    double *known = &s->cost[e->past], risen = *known * 9 / 8; /* a core that was taken away for a while says nothing */
+    *known = *known == 0 || cost < risen ? cost : risen;
 }
 
 /* Move the data of a piece, and count the time it takes where that is of interest. */
 static void work(struct pr_shared *e, void (*what)(struct pr_shared *, uint64_t), uint64_t piece)
 {
-    if (!e->plan->stream) {
+    if (!e->plan->measured) {
         what(e, piece);
         return;
     }
@@ -263,11 +270,10 @@ static int where_it_stands(struct pr_shared *e)
     if (e->step != PR_IDLE)
         return PR_PENDING;
     if (e->plan != NULL) {
-        if (e->plan->stream) {
+        if (e->plan->stream)
             pr_end_stream();
-            if (e->where == 0)
-                note_staging(e);
-        }
+        if (e->plan->measured && e->where == 0)
+            note_staging(e);
         e->plan->calls++;
         if (e->plan->unused)
             free(e->plan);
@@ -286,7 +292,7 @@ int pr_shared_begin(struct pr_shared_plan *p, uintptr_t source, uintptr_t target
     e->plan = p;
     e->source = source, e->target = target;
     e->where = e->nchunks == 0 || writes_early ? 0 : find_in_chunks(e, source, elements * p->size);
-    e->past = p->stream && e->where == 0 && choose_staging(&e->staging[p->collective]);
+    e->past = p->measured && e->where == 0 && choose_staging(&e->staging[p->collective][p->stream]);
     e->worked = 0;
     e->first = e->current = e->piece + 1;
     e->last = e->piece + p->pieces;
@@ -363,7 +369,7 @@ void pr_shared_poison(struct pr_shared *e)
     if (e->plan == NULL)
         return; /* slow peers may still be in the last call, which has gone well; for the next they wait in vain */
     atomic_store_explicit(&e->parts[e->rank]->staged[e->first & 1].fingerprint, POISON, memory_order_relaxed);
-    atomic_thread_fence(memory_order_seq_cst); /* before what the user does to its input */
+    FENCE(memory_order_seq_cst); /* before what the user does to its input */
 }
 
 /* ---- plans ---- */
@@ -432,6 +438,7 @@ struct pr_shared_plan *pr_shared_plan(struct pr_shared *e, int collective, int o
     }
     cut(p, e, small_bytes);
     p->stream = results_outgrow_cache(p, e);
+    p->measured = p->total * size >= MEASURE_FROM && !p->small && !p->fits_line && e->nranks > 1;
     return p;
 }
 
