@@ -499,7 +499,9 @@ class Communicator:
         try:
             return self._arrays.make(dims, kind, call, seconds)
         finally:  # whatever has become of it, memory may have come or gone
+            self._pending.enter("empty")
             engine.know_chunks(self._arrays.chunks)
+            self._pending.leave()
 
     def _check_open(self, what: str) -> None:
         if self._comm is None:
@@ -553,6 +555,8 @@ class Communicator:
     ) -> None:
         """Next time a call with such arrays goes the short way."""
         if self._settings.check == "full" or type(sendbuf) is not np.ndarray or type(recvbuf) is not np.ndarray:
+            return
+        if _is_unhashable((op, algorithm)):  # mpi4py's constants are
             return
         if self._in_doors >= DOORS_KEPT:
             self._shut_doors()

@@ -283,7 +283,8 @@ def test_row_12_small_addends_are_not_lost(dtype: Any, first: int, want: int, co
 def test_row_12_over_mpi(communicator: pr.Communicator, dtype: Any, first: int, _want: int) -> None:
     x = np.full(19, first if communicator.rank == 0 else 1, dtype)
     want = np.float32(first + communicator.size - 1).astype(dtype)
-    assert (communicator.allreduce(x, algorithm="naive") == want).all()
+    for algorithm in ("naive", "mesh", "shared"):
+        assert (communicator.allreduce(x, algorithm=algorithm) == want).all()
 
 
 @pytest.mark.ranks(4)
@@ -295,7 +296,7 @@ def test_row_13_ranks_agree_on_every_placement(communicator: pr.Communicator, co
     for _ in range(99):
         assert_same(communicator.allreduce(mine, algorithm=algorithm), first)
     assert_same_everywhere(comm, first)
-    if algorithm in ("naive", "mesh"):
+    if algorithm in ("naive", "mesh", "shared"):
         assert first[0] == 1.0
         assert_same(first, np.add.reduce(placements.T.copy()))
 

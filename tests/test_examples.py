@@ -151,7 +151,7 @@ def test_train_digits_equals_training_alone(train_digits: ModuleType, run: Run) 
     assert float(re.findall(r"test images: (\S+)", out)[0]) > 0.9
 
 
-@pytest.mark.parametrize("algorithm", ["naive", "ring", "native"])
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "shared", "native"])
 def test_train_digits_by_every_algorithm(train_digits: ModuleType, run: Run, algorithm: str) -> None:
     """The last of the three batches, of 1437 images in all, is a single image: most shards are empty."""
     status, out = run(train_digits, "--epochs", "1", "--batch", "718", "--hidden", "8", "--algorithm", algorithm)

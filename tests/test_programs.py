@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
 
 
 def test_these_are_all_there_are() -> None:
-    assert algorithms.names() == [*BUILT_IN, "native"]
+    assert algorithms.names() == [*BUILT_IN, "shared", "native"]
 
 
 @pytest.mark.timeout(400)
@@ -369,9 +369,10 @@ def test_an_algorithm_that_serves_nothing() -> None:
 
 
 def test_names_that_are_taken_or_none() -> None:
-    for name in (*BUILT_IN, "native"):
+    for name in (*BUILT_IN, "shared", "native"):
         for replace in (False, True):
-            with pytest.raises(ValueError, match=f"the name '{name}' is taken; there are naive, ring, mesh, native"):
+            taken = f"the name '{name}' is taken; there are naive, ring, mesh, shared, native"
+            with pytest.raises(ValueError, match=taken):
                 pr.register_algorithm(name, pairwise, replace=replace)
     pr.register_algorithm("mine", pairwise)
     with pytest.raises(ValueError, match="the name 'mine' is taken"):
@@ -385,10 +386,12 @@ def test_names_that_are_taken_or_none() -> None:
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(ValueError, match="no algorithm is called 'spam'; there are naive, ring, mesh, native"):
+    with pytest.raises(ValueError, match="no algorithm is called 'spam'; there are naive, ring, mesh, shared, native"):
         algorithms.get("spam")
     with pytest.raises(ValueError, match="native is the MPI's own collective"):
         algorithms.get("native")
+    with pytest.raises(ValueError, match="shared is the shared-memory engine"):
+        algorithms.get("shared")
 
 
 # ------------------------------------------------------------------------------------------------- right algorithms
@@ -435,7 +438,7 @@ def recursive_doubling(collective: str, nranks: int, rank: int) -> Iterator[list
 
 def test_pairwise_is_accepted() -> None:
     registered = pr.register_algorithm("pairwise", pairwise)
-    assert algorithms.names() == [*BUILT_IN, "pairwise", "native"]
+    assert algorithms.names() == [*BUILT_IN, "pairwise", "shared", "native"]
     assert algorithms.get("pairwise") is registered
     assert not registered.rank_order
     for nranks in (2, 5, 16, 20):
