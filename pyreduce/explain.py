@@ -345,7 +345,7 @@ def explain_choice(collective: str, nbytes: int, nranks: int) -> Iterator[str]:
     """Which algorithm ``algorithm=None`` means for so many bytes of float32, and why."""
     op = None if collective == "allgather" else ops.SUM
     yield f"{collective} of {nbytes} bytes (float32, SUM) on {nranks} ranks"
-    for where, refusal in (("on one node", None), ("otherwise", "for example, the ranks are on several nodes")):
+    for where, refusal in (("on one node", None), ("on several nodes", "several nodes")):
         for deterministic in (False, True):
             name, why = choose(collective, nbytes, nranks, op, np.dtype(np.float32), deterministic, no_engine=refusal)
             kind = ", deterministic=True" if deterministic else ""
@@ -393,11 +393,23 @@ def explain(
         yield from compare_modes(collective, nranks)
 
 
+def _parse_bytes(text: str) -> int:
+    """``4096``, ``64K``, ``4M`` or ``1G``."""
+    scale = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper())
+    try:
+        nbytes = int(text) if scale is None else int(text[:-1]) << scale
+    except ValueError:
+        nbytes = -1
+    if nbytes < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: 4096, 64K, 4M or 1G")
+    return nbytes
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pyreduce.explain", description="Explain an algorithm in words.")
     parser.add_argument("collective", choices=COLLECTIVES)
-    parser.add_argument("--algorithm", "-a", default="ring", metavar="A", help="default: ring")
+    parser.add_argument("--algorithm", "-a", metavar="A", help="default: ring")
     parser.add_argument("--load", metavar="FILE.py", help="run this file first, which registers algorithms of yours")
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
@@ -406,6 +418,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--bytes", type=int, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
     )
     options = parser.parse_args(argv)
+    if options.bytes is not None and options.algorithm:
+        parser.error("--bytes tells which algorithm would be chosen; leave out --algorithm")
+    options.algorithm = options.algorithm or "ring"
     if options.mode and options.algorithm != "mesh":
         parser.error(f"--mode is for --algorithm mesh, not {options.algorithm}")
     if options.ranks < 1:
