@@ -349,7 +349,7 @@ def explain_choice(collective: str, nbytes: int, nranks: int) -> Iterator[str]:
         for deterministic in (False, True):
             name, why = choose(collective, nbytes, nranks, op, np.dtype(np.float32), deterministic, no_engine=refusal)
             kind = ", deterministic=True" if deterministic else ""
-            yield f"  {where + kind:32} {name:7} {why}"
+            yield f"  {where + kind:38} {name:7} {why}"
 
 
 def explain(
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
     parser.add_argument("--mode", choices=MODES, help="of mesh: by hand, or the call on a window; and what differs")
     parser.add_argument(
-        "--bytes", type=int, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
+        "--bytes", type=_parse_bytes, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
     )
     options = parser.parse_args(argv)
     if options.bytes is not None and options.algorithm:
