@@ -19,6 +19,7 @@ import os
 import threading
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -180,7 +181,8 @@ class Pending:
         self.settings = settings
         self.engine: Engine | None = None
         self.progress: Any = None  # pyreduce.progress.Progress, if there is one
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # which knows whose it is
+        self.inside = 0  # the thread that works on a call
         self.silent: set[AnyPlan] = set()  # plans of exchanges that belong to the call that follows them
         self._queue: deque[Operation] = deque()
         self._numbered = 0
@@ -204,11 +206,14 @@ class Pending:
         """
         if self.closed:
             raise ValueError(f"{what}: this communicator is closed (rank {self.peers.rank} of {self.peers.size})")
-        if not self.lock.acquire(blocking=own_light or self.lent):
+        if self.inside == threading.get_ident():  # a signal handler, in the middle of a call
             raise RuntimeError(self._crossed(what))
-        if self.progress is not None:
-            self.progress.hold()
+        # A signal may raise anywhere here, also just after a lock was acquired: what has been taken is found by asking.
         try:
+            if not self.lock.acquire(blocking=own_light or self.lent):
+                raise RuntimeError(self._crossed(what))
+            if self.progress is not None:
+                self.progress.hold()
             engine = self.engine
             if engine is not None:
                 if not engine.shut() or (lib.pr_door_waiting(engine.handle) and not own_light):
@@ -218,6 +223,7 @@ class Pending:
                     self.adopt()
             while self._unused and self.peers.broken is None and not self._queue:
                 self._unused.pop().free()
+            self.inside = threading.get_ident()
         except BaseException:
             self._release()
             raise
@@ -226,12 +232,15 @@ class Pending:
         """Give it back; doors open if nothing is outstanding."""
         if self.engine is not None and not self._queue and self.peers.broken is None:
             self.engine.open()
+        self.inside = 0
         self._release()
 
     def _release(self) -> None:
         if self.progress is not None:
             self.progress.release(bool(self._queue))
-        self.lock.release()
+        with suppress(RuntimeError):  # not taken any more: a signal may have kept an earlier call from giving it back
+            while True:
+                self.lock.release()
 
     def _crossed(self, what: str) -> str:
         return (
@@ -282,9 +291,11 @@ class Pending:
         finally:
             self.leave()
 
-    def leave_light(self, error: BaseException) -> None:
-        """An exception has come while a door was being used; a call that it has begun is torn."""
-        if self.engine is not None and lib.pr_door_waiting(self.engine.handle):
+    def leave_light(self, error: BaseException, plan: AnyPlan | None = None) -> None:
+        """An exception has come while a door was being used; a call that it has begun (with `plan`) is torn."""
+        if self.engine is None or self.peers.broken is not None:
+            return
+        if lib.pr_door_waiting(self.engine.handle) or (plan is not None and self.engine.current() is plan):
             self.enter("a call", own_light=True)
             try:
                 if self._queue:
@@ -294,9 +305,13 @@ class Pending:
 
     def find_light(self, plan: AnyPlan) -> Operation | None:
         """The call of a persistent request that was started through a door; None if it is done."""
-        self.enter(plan.call.collective)  # which adopts what is not done
-        found = next((operation for operation in self._queue if operation.plan is plan), None)
-        self.leave()
+        found = None
+        if not self.closed:  # to close completes everything
+            self.enter(plan.call.collective)  # which adopts what is not done
+            try:
+                found = next((operation for operation in self._queue if operation.plan is plan), None)
+            finally:
+                self.leave()
         if found is None:
             self.peers.check_usable()
         return found
@@ -490,7 +505,8 @@ class Pending:
             if other is not self and other.progress is None and other.lock.acquire(blocking=False):
                 other.lent = True
                 try:
-                    other.push_on(linger=False)
+                    if not other.inside:
+                        other.push_on(linger=False)
                 finally:
                     other.lent = False
                     other.lock.release()

@@ -130,7 +130,7 @@ class Plans:
         if op is not None:
             ops.kernel(op, dtype)
         if facts is None:
-            facts = _facts(collective, arguments)
+            facts = _facts(collective, arguments) + ((("persistent", "yes"),) if fresh else ())
         call = Call(collective, "", op, dtype, counts, facts, self.rank, self.settings)
         if len(self._plans) >= PLANS_KEPT:
             self.clear()

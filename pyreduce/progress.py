@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
 
 __all__ = ["Progress"]
 
@@ -31,8 +33,8 @@ class Progress:
 
     def __init__(self, push_on: Callable[[bool], bool]) -> None:
         self._push_on = push_on
-        self._mutex = threading.Lock()
-        self._work = threading.Event()
+        self._mutex = threading.RLock()  # which knows whose it is
+        self._work: SimpleQueue[None] = SimpleQueue()  # in C: a signal's handler cannot leave it in disorder
         self._wanted = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="pyreduce-progress", daemon=True)
         self._thread.start()
@@ -40,30 +42,35 @@ class Progress:
     def hold(self) -> None:
         """Have the thread step aside."""
         self._wanted = True
-        self._mutex.acquire()
-        self._wanted = False
+        try:
+            self._mutex.acquire()
+        finally:
+            self._wanted = False
 
     def release(self, outstanding: bool) -> None:
         """Let it work on what is outstanding."""
-        if outstanding:
-            self._work.set()
-        else:
-            self._work.clear()
-        self._mutex.release()
+        if outstanding and self._work.empty():
+            self._work.put(None)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with suppress(RuntimeError):  # not held any more: a signal may have kept an earlier call from letting go
+            while True:
+                self._mutex.release()
 
     def stop(self) -> None:
-        """End it; it must not be held."""
+        """End it."""
+        self._let_go()
         self._stopped = True
-        self._work.set()
+        self._work.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            self._work.wait()
-            while self._wanted:
-                time.sleep(ASIDE_SECONDS)
-            with self._mutex:
-                if self._stopped:
-                    return
-                if not self._push_on(True):
-                    self._work.clear()
+        while not self._stopped:
+            self._work.get()
+            busy = True
+            while busy and not self._stopped:
+                while self._wanted and not self._stopped:
+                    time.sleep(ASIDE_SECONDS)
+                with self._mutex:
+                    busy = not self._stopped and self._push_on(True)

@@ -188,10 +188,17 @@ class PersistentRequest:
         if self._result is None:
             self._staging.read()
         if self._handle is not None:
-            code = _start(self._handle, self._source, self._target)
-            if code != SHUT:
-                self._active, self._light = True, code != OK
-                return
+            self._active = self._light = True
+            try:
+                code = _start(self._handle, self._source, self._target)
+                if code == OK:
+                    self._light = False
+                if code != SHUT:
+                    return
+                self._active = self._light = False
+            except BaseException as error:  # of a signal, whose handler runs when the C call is over
+                self._pending.leave_light(error, self._plan)
+                raise
         self._start_long()
 
     def _start_long(self) -> None:
@@ -215,9 +222,13 @@ class PersistentRequest:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         if self._light:
-            if timeout is None and _wait(self._handle) == OK:
-                self._light = self._active = False
-                return self._staging.write() if self._result is None else self._result
+            try:
+                if timeout is None and _wait(self._handle) == OK:
+                    self._light = self._active = False
+                    return self._staging.write() if self._result is None else self._result
+            except BaseException as error:
+                self._pending.leave_light(error, self._plan)
+                raise
         elif self._operation is None:
             if not self._active:
                 raise ValueError(self._worded("wait: it has not been started"))
@@ -257,7 +268,7 @@ class PersistentRequest:
 
     def free(self) -> None:
         """Give back what the MPI keeps for it. Harmless when repeated; a call under way is waited for."""
-        if self._active and self._pending.peers.broken is None:
+        if self._active and self._pending.peers.broken is None and not self._pending.closed:
             self.wait()
         self._freed = True
         self._handle = None

@@ -264,7 +264,7 @@ def test_a_second_thread_is_refused_and_the_first_one_completes(make_communicato
 
     def intrude() -> None:
         """Once the first thread is inside, and then once it waits: try everything, and only then let the peers come."""
-        for inside in (lambda: lib.pr_shared_current(engine.handle) != ffi.NULL, c._pending.lock.locked):
+        for inside in (lambda: lib.pr_shared_current(engine.handle) != ffi.NULL, lambda: c._pending.inside != 0):
             while not inside():
                 time.sleep(0)
             for call in (

@@ -1,4 +1,4 @@
-"""``python -m pyreduce.explain`` of what has no program, and of what would be chosen; of programs: tests/test_races.py."""
+"""``python -m pyreduce.explain`` of what has no program, and of what would be chosen (of programs: test_races.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_engine_in_words(capsys: pytest.CaptureFixture[str], collective: str
     assert "\nrank 0" not in text
     assert "wait until ranks 0 and 2 published j" in text
     assert ("every block: ((x0 + x1) + x2)" in text) == (collective != "allgather")
-    assert ("collect" in text) == (collective == "allreduce")
+    assert ("  collect  " in text) == (collective == "allreduce")
     assert (f"up to {SMALL_BYTES} bytes" in text) == (collective == "allreduce")
     assert f"read from peers {4 if collective == 'allreduce' else 2}/3 S" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -266,8 +267,6 @@ def test_peers_hear_of_a_rank_that_is_torn_out_of_a_call(comm):
     if comm.rank == torn:
         before = signal.signal(signal.SIGUSR1, tear)
         timer = signal.getsignal(signal.SIGALRM)
-        import threading
-
         threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGUSR1)).start()
         with pytest.raises(Torn) as info:
             k.allreduce(np.ones(SMALL), algorithm="ring")
@@ -349,8 +348,20 @@ def test_an_algorithm_that_is_replaced_runs_from_then_on(comm):
 @several
 def test_two_threads_in_one_communicator_are_refused(comm):
     with pr.Communicator(comm, timeout=20) as k:
-        with k._pending.lock, pytest.raises(RuntimeError, match="another thread is in a call"):
+        taken, free = threading.Event(), threading.Event()
+
+        def take() -> None:
+            with k._pending.lock:
+                taken.set()
+                free.wait(20)
+
+        other = threading.Thread(target=take)
+        other.start()
+        taken.wait(20)
+        with pytest.raises(RuntimeError, match="another thread is in a call"):
             k.allreduce(np.ones(3))
+        free.set()
+        other.join()
         assert (k.allreduce(np.ones(3)) == comm.size).all()
 
 
