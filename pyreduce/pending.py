@@ -19,8 +19,9 @@ import os
 import threading
 import traceback
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
 from weakref import WeakSet
@@ -235,6 +236,18 @@ class Pending:
         self.inside = 0
         self._release()
 
+    @contextmanager
+    def _at_work(self, what: str, operation: Operation | None = None, own_light: bool = False) -> Iterator[None]:
+        """What works on the queue: between `enter` and `leave`; if it raises, nothing of the queue can be completed."""
+        self.enter(what, own_light)
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error, operation)
+            raise
+        finally:
+            self.leave()
+
     def _release(self) -> None:
         if self.progress is not None:
             self.progress.release(bool(self._queue))
@@ -279,17 +292,11 @@ class Pending:
 
     def complete_light(self, buffers: object) -> None:
         """Wait for the call that a door has begun; `buffers` are its."""
-        self.enter("a call", own_light=True)
-        try:
+        with self._at_work("a call", own_light=True):
             if self._queue:
                 head = self._queue[0]
                 head.buffers = buffers
                 self._complete(head, self.settings.timeout)
-        except BaseException as error:
-            self._fail(error, None)
-            raise
-        finally:
-            self.leave()
 
     def leave_light(self, error: BaseException, plan: AnyPlan | None = None) -> None:
         """An exception has come while a door was being used; a call that it has begun (with `plan`) is torn."""
@@ -323,28 +330,16 @@ class Pending:
 
     def run(self, operation: Operation, timeout: float | None) -> None:
         """A blocking call."""
-        self.enter(operation.plan.call.collective)
-        try:
+        with self._at_work(operation.plan.call.collective, operation):
             self._push(operation, timeout)
             self._complete(operation, timeout)
-        except BaseException as error:
-            self._fail(error, operation)
-            raise
-        finally:
-            self.leave()
 
     def start(self, operation: Operation) -> None:
         """A nonblocking call: put it into the queue, and do what can be done at once, or leave that to the thread."""
-        self.enter(operation.plan.call.collective)
-        try:
+        with self._at_work(operation.plan.call.collective, operation):
             self._push(operation, self.settings.timeout)
             if self.progress is None:
                 self._advance()
-        except BaseException as error:
-            self._fail(error, operation)
-            raise
-        finally:
-            self.leave()
 
     def complete(self, operation: Operation, timeout: float | None) -> None:
         """Wait until a call of the queue is done.
@@ -357,33 +352,21 @@ class Pending:
         if operation.done:
             return
         self._raise_for(operation)
-        self.enter(operation.plan.call.collective)
-        try:
+        with self._at_work(operation.plan.call.collective, operation):
             if not operation.done:  # nor has a thread ended it meanwhile
                 self._raise_for(operation)
                 self._complete(operation, timeout)
-        except BaseException as error:
-            self._fail(error, operation)
-            raise
-        finally:
-            self.leave()
 
     def test(self, operation: Operation) -> bool:
         """Do what can be done, and say whether a call of the queue is done."""
         if operation.done:
             return True
         self._raise_for(operation)
-        self.enter(operation.plan.call.collective)
-        try:
+        with self._at_work(operation.plan.call.collective, operation):
             self._advance()
             if not operation.done:
                 self._raise_for(operation)
                 self._watch(self._queue[0]).glance()
-        except BaseException as error:
-            self._fail(error, operation)
-            raise
-        finally:
-            self.leave()
         return operation.done
 
     def push_on(self, linger: bool) -> bool:
@@ -406,17 +389,11 @@ class Pending:
     def close(self, timeout: float | None) -> None:
         """Complete everything; nothing is called afterwards."""
         if self.peers.broken is None and not self.closed:
-            self.enter("close")
-            try:
+            with self._at_work("close"):
                 while self._queue:
                     self._complete(self._queue[-1], timeout)
                 for plan in list(self.persistent):
                     plan.free()
-            except BaseException as error:
-                self._fail(error, None)
-                raise
-            finally:
-                self.leave()
         if self.progress is not None:
             self.progress.stop()
         self.closed = True
@@ -578,9 +555,7 @@ class Pending:
         record = np.zeros(RECORD_BYTES, np.uint8)
         text = f"{call.digest()} {site}".encode()[:RECORD_BYTES]
         record[: len(text)] = np.frombuffer(text, np.uint8)
-        told = replace(
-            call, collective="allgather", op=None, dtype=record.dtype, counts=(RECORD_BYTES,) * self.peers.size
-        )
+        told = call.like(collective="allgather", op=None, dtype=record.dtype, counts=(RECORD_BYTES,) * self.peers.size)
         plan = Plan(algorithms.get("naive").program("allgather", self.peers.size, self.peers.rank), told)
         gathered = np.zeros((self.peers.size, RECORD_BYTES), np.uint8)
         tag = self.tags.neutral(number)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PersistentRequest", "Request", "waitall"]
 
-_start, _wait, OK, PENDING, SHUT = lib.pr_door_start, lib.pr_door_wait, lib.PR_OK, lib.PR_PENDING, lib.PR_SHUT
+_start, _wait, OK, SHUT = lib.pr_door_start, lib.pr_door_wait, lib.PR_OK, lib.PR_SHUT
 
 
 class Request:
@@ -47,11 +47,6 @@ class Request:
             "complete" if operation is None else f"call {operation.number}, {'done' if operation.done else 'under way'}"
         )
         return f"<pyreduce.Request {state}>"
-
-    @property
-    def pending(self) -> Pending:
-        """The queue it is in."""
-        return self._pending
 
     def test(self) -> bool:
         """Do what can be done without waiting; whether the call is complete, and `wait` will return at once.
@@ -153,7 +148,7 @@ class PersistentRequest:
         self._active = self._light = self._freed = False
         self._result = staging.result if staging.direct else None
         # Of the short way: the plan as the engine knows it.
-        quick = isinstance(plan, SharedPlan) and pending.settings.check != "full" and pending.progress is None
+        quick = pending.settings.check != "full" and pending.progress is None
         self._handle: Any = plan.handle if quick and isinstance(plan, SharedPlan) else None
 
     def __repr__(self) -> str:
@@ -168,11 +163,6 @@ class PersistentRequest:
             self.free()
         else:  # peers may not come to end a call that is under way
             self._let_go()
-
-    @property
-    def pending(self) -> Pending:
-        """The queue that its calls are put in."""
-        return self._pending
 
     def start(self) -> None:
         """Begin a call with what the arrays hold now; they must be left alone until it is complete.
@@ -270,9 +260,7 @@ class PersistentRequest:
         """Give back what the MPI keeps for it. Harmless when repeated; a call under way is waited for."""
         if self._active and self._pending.peers.broken is None and not self._pending.closed:
             self.wait()
-        self._freed = True
-        self._handle = None
-        self._pending.free_later(self._plan)
+        self._let_go()
 
     def _let_go(self) -> None:
         """Free it as it is."""
