@@ -1,12 +1,14 @@
 /* pr_fold and pr_divide: check the arguments, find the kernel, and choose how the result is stored.
  *
  * A result larger than any cache is stored past it (see copy.c): by a kernel made for that, or else the usual kernel
- * folds a tile into a buffer that stays in the L1 cache, and the tile goes out with streaming stores. Smaller results are stored as usual, since
- * somebody is about to send or read them. Never when out is a source: its lines are in the cache already.
+ * folds a tile into a buffer that stays in the L1 cache, and the tile goes out with streaming stores. Smaller results
+ * are stored as usual, since somebody is about to send or read them. Never when out is a source: its lines are in the
+ * cache already.
  */
 #include "kernels.h"
 
 #include <string.h>
+
 enum { STREAM_FROM = 8 << 20, TILE = 4096, LINE = 64 };
 
 static const unsigned char dtype_size[PR_DTYPE_COUNT] = {

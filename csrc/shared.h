@@ -106,6 +106,13 @@ static inline int pr_two_phases(const struct pr_shared_plan *p)
     return p->collective == PR_ALLREDUCE && !p->small;
 }
 
+/* The rank so many places after another, around the end. */
+static inline int pr_next_rank(const struct pr_shared *e, int rank, int ahead)
+{
+    int r = rank + ahead;
+    return r < e->nranks ? r : r - e->nranks;
+}
+
 static inline char *pr_stage_slot(const struct pr_shared *e, int rank, uint64_t piece)
 {
     return (char *)e->parts[rank] + PR_HEAD + (piece & 1) * e->slot;

@@ -136,8 +136,7 @@ static void publish(struct pr_shared *e, uint64_t piece)
 static int all_staged(struct pr_shared *e)
 {
     for (; e->seen < e->nranks - 1; e->seen++) {
-        int r = e->rank + 1 + e->seen;
-        struct pr_line *line = &e->parts[r < e->nranks ? r : r - e->nranks]->staged[e->current & 1];
+        struct pr_line *line = &e->parts[pr_next_rank(e, e->rank, 1 + e->seen)]->staged[e->current & 1];
         if (atomic_load_explicit(&line->piece, memory_order_acquire) != e->current)
             return 0;
     }
@@ -147,8 +146,7 @@ static int all_staged(struct pr_shared *e)
 static int all_folded(struct pr_shared *e)
 {
     for (; e->seen < e->nranks - 1; e->seen++) {
-        int r = e->rank + 1 + e->seen;
-        struct pr_part *part = e->parts[r < e->nranks ? r : r - e->nranks];
+        struct pr_part *part = e->parts[pr_next_rank(e, e->rank, 1 + e->seen)];
         if (atomic_load_explicit(&part->folded, memory_order_acquire) < e->current)
             return 0;
     }
@@ -403,7 +401,7 @@ static void cut(struct pr_shared_plan *p, const struct pr_shared *e, size_t smal
     p->pieces = p->segment == 0 ? 1 : (largest + p->segment - 1) / p->segment;
 }
 
-/* Measured (benchmarks/results/shared-*.json): what all ranks write is best streamed from half the cache on; the results
+/* Measured with 2 and 4 ranks on 2 cores: what all ranks write is best streamed from half the cache on; the results
  * of a reduce_scatter, a P-th of that beside inputs that sweep the cache anyway, from four times as much. */
 static int results_outgrow_cache(const struct pr_shared_plan *p, const struct pr_shared *e)
 {

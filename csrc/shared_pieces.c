@@ -15,12 +15,6 @@ static size_t clamp(size_t count, size_t from, size_t most)
     return left < most ? left : most;
 }
 
-static int next_rank(const struct pr_shared *e, int rank, int ahead)
-{
-    int r = rank + ahead;
-    return r < e->nranks ? r : r - e->nranks;
-}
-
 /* The number of the segment that a piece of the call under way holds, as an element offset into a block. */
 static size_t begin_of(const struct pr_shared *e, uint64_t piece)
 {
@@ -41,7 +35,7 @@ static uintptr_t staged_for_me(const struct pr_shared *e, int r, uint64_t piece)
     if (p->stride != 0)
         return (uintptr_t)(slot + (size_t)place * p->stride);
     for (int i = 1; i <= place; i++)
-        slot += p->counts[next_rank(e, r, i)] * p->size;
+        slot += p->counts[pr_next_rank(e, r, i)] * p->size;
     return (uintptr_t)slot;
 }
 
@@ -83,24 +77,31 @@ void pr_stage(struct pr_shared *e, uint64_t piece)
         return;
     }
     for (int i = 1; i < e->nranks; i++) {
-        int b = next_rank(e, e->rank, i);
+        int b = pr_next_rank(e, e->rank, i);
         size_t nbytes = clamp(p->counts[b], begin, p->segment) * p->size;
         stage(e, slot, source + (p->starts[b] + begin) * p->size, nbytes);
         slot += p->stride != 0 ? p->stride : nbytes;
     }
 }
 
-static void gather(struct pr_shared *e, uint64_t piece)
+/* Where rank r has what the others copy of it: its result, or in an allgather its input. */
+static const char *to_copy(const struct pr_shared *e, int r, uint64_t piece)
+{
+    if (e->plan->collective == PR_ALLREDUCE)
+        return pr_result_slot(e, r, piece);
+    return e->inputs[r] != 0 ? (const char *)in_chunk(e, r, begin_of(e, piece)) : staged_at(e, r, piece);
+}
+
+void pr_collect(struct pr_shared *e, uint64_t piece)
 {
     const struct pr_shared_plan *p = e->plan;
     size_t begin = begin_of(e, piece);
     for (int i = 1; i < e->nranks; i++) {
-        int r = next_rank(e, e->rank, i);
+        int r = pr_next_rank(e, e->rank, i);
         size_t nbytes = clamp(p->counts[r], begin, p->segment) * p->size;
         char *target = (char *)e->target + (p->starts[r] + begin) * p->size;
-        uintptr_t from = e->inputs[r] != 0 ? in_chunk(e, r, begin) : (uintptr_t)staged_at(e, r, piece);
         if (nbytes > 0)
-            pr_copy_out(target, (const char *)from, nbytes, p->stream);
+            pr_copy_out(target, to_copy(e, r, piece), nbytes, p->stream);
     }
 }
 
@@ -108,7 +109,7 @@ void pr_consume(struct pr_shared *e, uint64_t piece)
 {
     const struct pr_shared_plan *p = e->plan;
     if (p->collective == PR_ALLGATHER) {
-        gather(e, piece);
+        pr_collect(e, piece);
         return;
     }
     size_t begin = p->small ? 0 : p->starts[e->rank] + begin_of(e, piece);
@@ -126,17 +127,4 @@ void pr_consume(struct pr_shared *e, uint64_t piece)
     size_t to = p->collective == PR_REDUCE_SCATTER ? begin_of(e, piece) : begin;
     char *keep = pr_two_phases(p) && e->nranks > 1 ? pr_result_slot(e, e->rank, piece) : NULL;
     pr_fold_out(&p->folding, n, (char *)e->target + to * p->size, keep, e->srcs, e->nranks, p->stream);
-}
-
-void pr_collect(struct pr_shared *e, uint64_t piece)
-{
-    const struct pr_shared_plan *p = e->plan;
-    size_t begin = begin_of(e, piece);
-    for (int i = 1; i < e->nranks; i++) {
-        int r = next_rank(e, e->rank, i);
-        size_t nbytes = clamp(p->counts[r], begin, p->segment) * p->size;
-        char *target = (char *)e->target + (p->starts[r] + begin) * p->size;
-        if (nbytes > 0)
-            pr_copy_out(target, pr_result_slot(e, r, piece), nbytes, p->stream);
-    }
 }
