@@ -19,8 +19,7 @@ import os
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -207,7 +206,7 @@ class Pending:
         """
         if self.closed:
             raise ValueError(f"{what}: this communicator is closed (rank {self.peers.rank} of {self.peers.size})")
-        if self.inside == threading.get_ident():  # a signal handler, in the middle of a call
+        if self.inside == threading.get_ident() and self._in_a_call():  # a signal handler, in the middle of one
             raise RuntimeError(self._crossed(what))
         # A signal may raise anywhere here, also just after a lock was acquired: what has been taken is found by asking.
         try:
@@ -219,9 +218,9 @@ class Pending:
             if engine is not None:
                 if not engine.shut() or (lib.pr_door_waiting(engine.handle) and not own_light):
                     raise RuntimeError(self._crossed(what))
-                lib.pr_door_taken_over(engine.handle)
                 if not self._queue:
                     self.adopt()
+                lib.pr_door_taken_over(engine.handle)
             while self._unused and self.peers.broken is None and not self._queue:
                 self._unused.pop().free()
             self.inside = threading.get_ident()
@@ -236,17 +235,9 @@ class Pending:
         self.inside = 0
         self._release()
 
-    @contextmanager
-    def _at_work(self, what: str, operation: Operation | None = None, own_light: bool = False) -> Iterator[None]:
+    def _at_work(self, what: str, operation: Operation | None = None, own_light: bool = False) -> _Work:
         """What works on the queue: between `enter` and `leave`; if it raises, nothing of the queue can be completed."""
-        self.enter(what, own_light)
-        try:
-            yield
-        except BaseException as error:
-            self._fail(error, operation)
-            raise
-        finally:
-            self.leave()
+        return _Work(self, what, operation, own_light)
 
     def _release(self) -> None:
         if self.progress is not None:
@@ -254,6 +245,14 @@ class Pending:
         with suppress(RuntimeError):  # not taken any more: a signal may have kept an earlier call from giving it back
             while True:
                 self.lock.release()
+
+    def _in_a_call(self) -> bool:
+        """Whether this thread, which is at the beginning of a call, is in the middle of another.
+
+        It is not if a signal's handler raised just before that other one gave the communicator back.
+        """
+        frames = (frame for frame, _ in traceback.walk_stack(None))
+        return sum(frame.f_code in _CALLS and frame.f_locals["self"] is self for frame in frames) > 1
 
     def _crossed(self, what: str) -> str:
         return (
@@ -302,7 +301,8 @@ class Pending:
         """An exception has come while a door was being used; a call that it has begun (with `plan`) is torn."""
         if self.engine is None or self.peers.broken is not None:
             return
-        if lib.pr_door_waiting(self.engine.handle) or (plan is not None and self.engine.current() is plan):
+        begun = lib.pr_door_waiting(self.engine.handle) or (plan is not None and self.engine.current() is plan)
+        if begun or (self._queue and self._queue[0].buffers is None):  # adopted, and no more
             self.enter("a call", own_light=True)
             try:
                 if self._queue:
@@ -574,6 +574,41 @@ class Pending:
             self._sites.add(sites_seen)
             log.warning("%s (call %d): ranks call it from different places: %s", call.collective, number,
                         "; ".join(sites_seen))  # fmt: skip
+
+
+# The methods that enter.
+_CALLS = {
+    method.__code__
+    for method in (
+        Pending.complete_light, Pending.leave_light, Pending.find_light, Pending.run, Pending.start, Pending.complete,
+        Pending.test, Pending.close,
+    )
+}  # fmt: skip
+
+
+class _Work:
+    """The context of `Pending._at_work`.
+
+    Not a generator: a signal's handler may raise between its ``yield`` and the body of the ``with`` statement, and the
+    traceback would keep it, with all that it has taken.
+    """
+
+    __slots__ = ("arguments", "operation", "pending")
+
+    def __init__(self, pending: Pending, what: str, operation: Operation | None, own_light: bool) -> None:
+        self.pending = pending
+        self.arguments = (what, own_light)
+        self.operation = operation
+
+    def __enter__(self) -> None:
+        self.pending.enter(*self.arguments)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self.pending._fail(error, self.operation)
+        finally:
+            self.pending.leave()
 
 
 def _call_site() -> str:

@@ -76,8 +76,11 @@ class Exchange:
         while recvs or not MPI.Request.Testall(sends):
             recvs = {rank: request for rank, request in recvs.items() if not request.Test()}
             if time.monotonic() > end:
-                missing = f"{where}: ranks {sorted(recvs)} did not come within {seconds:g} s."
-                self.abort(f"{missing}\nRank {RANK}: {text or 'passed'}")
+                told = [f"{where}: ranks {sorted(recvs)} did not come within {seconds:g} s."]
+                for rank in sorted({*range(SIZE)} - {*recvs}):
+                    place, _, said = bytes(records[rank]).rstrip(b"\0").decode(errors="replace").partition("\0")
+                    told.append(f"Rank {rank} ({place}): {said or 'passed'}")
+                self.abort("\n".join(told))
             time.sleep(pause)
             pause = min(pause + 2e-5, 2e-3)
         signal.setitimer(signal.ITIMER_REAL, timer)
