@@ -28,8 +28,9 @@ LAYERS = [
     {"execute"},
     {"arena"},
     {"transports"},
-    {"simulate", "verify"},
-    {"programs", "calls", "blocks", "arguments", "arrays", "settings", "ops", "errors"},
+    {"simulate", "verify", "trace"},
+    {"profiles", "model"},
+    {"programs", "topology", "calls", "blocks", "arguments", "arrays", "settings", "ops", "errors"},
     {"_core"},
 ]
 # The list of algorithms verifies what users register; native is the one algorithm that runs instead of being run.
@@ -41,6 +42,7 @@ KNOW_MPI = {
     "pending",
     "plans",
     "peers",
+    "tune",
     "execute",
     "arena",
     "transports",
