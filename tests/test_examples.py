@@ -272,6 +272,45 @@ def test_reduce_scatter_refuses_options_that_make_no_sense(
         assert text in capsys.readouterr().err or world.size == 1
 
 
+def test_torus(run: Run) -> None:
+    """Where ranks form a grid, checked against NumPy; elsewhere it says so."""
+    nranks = MPI.COMM_WORLD.size
+    torus = load("torus")
+    for _ in range(2):
+        status, out = run(torus)
+        assert status == 0, out
+        if nranks in (2, 3, 5, 7):
+            assert out.startswith("nothing to run: torus needs a grid")
+            assert out.endswith(f"; {nranks} ranks have none\n")
+        else:
+            assert out.startswith(f"torus: {nranks} ranks, ")
+            assert out.endswith("\nOK\n")
+
+
+def test_torus_notices_a_wrong_result(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyreduce as pr
+
+    torus, right = load("torus"), pr.allreduce
+    monkeypatch.setattr(pr, "allreduce", lambda *args, **kwargs: right(*args, **kwargs) + 1)
+    status, out = run(torus)
+    if out.startswith("torus"):
+        assert status == 1
+        assert "rank 0: allreduce of 1 numbers gives" in out
+        assert out.endswith("WRONG\n")
+
+
+def test_torus_sends_no_more_than_a_ring() -> None:
+    from pyreduce.programs import build
+    from pyreduce.verify import verify
+
+    torus = load("torus")
+    assert [torus.grid(nranks) for nranks in (4, 6, 12, 36, 1024)] == [(2, 2), (2, 3), (3, 4), (6, 6), (32, 32)]
+    for collective, times in (("reduce_scatter", 1), ("allgather", 1), ("allreduce", 2)):
+        verify("torus", torus.torus, collective, 30)
+        cost = build("torus", torus.torus, collective, 30, 7).cost()
+        assert (cost.rounds, cost.sent) == (times * 9, times * 29)
+
+
 ROOT = EXAMPLES.parent
 DOCUMENTS = ["README.md", "docs/signals.md"]
 BLOCKS = [

@@ -175,7 +175,7 @@ def test_the_worked_example_of_the_ring() -> None:
 def test_examples_in_the_documentation() -> None:
     from pyreduce import blocks
 
-    for module in (simulate, blocks):
+    for module in (simulate.interpreter, simulate.events, simulate.network, blocks):
         assert doctest.testmod(module).failed == 0
 
 

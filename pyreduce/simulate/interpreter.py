@@ -117,6 +117,7 @@ class Simulation(Generic[Value]):
         self._open = [-1] * self.nranks  # sends, receives and waits of the current round that are not satisfied
         self._sends: dict[tuple[int, int], deque[tuple[int, Place, list[tuple[int, Value]], Clock]]] = {}
         self._recvs: dict[tuple[int, int], deque[tuple[int, Place]]] = {}
+        self._watched = any(program.one_sided for program in programs)  # messages alone cannot race
         self._clocks: list[Clock] = [[0] * self.nranks for _ in programs]
         self._windows: dict[tuple[int, int, int], tuple[int, Value]] = {}  # (rank, turn, slot)
         self._slots: dict[tuple[int, int, int], _Slot] = {}
@@ -197,7 +198,7 @@ class Simulation(Generic[Value]):
                 values = read.get(step.src)
                 if values is None:
                     values = read[step.src] = self._read(rank, step.src)
-                self._sends.setdefault(pair, deque()).append((number, step.src, values, self._clocks[rank].copy()))
+                self._sends.setdefault(pair, deque()).append((number, step.src, values, self._clock_of(rank)))
             elif isinstance(step, Recv):
                 pair = (step.peer, rank)
                 self._recvs.setdefault(pair, deque()).append((number, step.dst))
@@ -225,8 +226,12 @@ class Simulation(Generic[Value]):
         self._open[target] -= 1
         return pair
 
+    def _clock_of(self, rank: int) -> Clock:
+        return self._clocks[rank].copy() if self._watched else self._clocks[rank]
+
     def _learn(self, rank: int, clock: Clock) -> None:
-        self._clocks[rank] = list(map(max, self._clocks[rank], clock))
+        if self._watched:
+            self._clocks[rank] = list(map(max, self._clocks[rank], clock))
 
     def _finish_round(self, rank: int) -> None:
         number = self._round[rank]
