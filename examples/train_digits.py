@@ -15,12 +15,19 @@ the whole update. Sharing out the optimizer's state is known as ZeRO stage 1 (Ra
 
 With --compare (the default) rank 0 also trains alone, on the same batches and without pyreduce; the exit status is 1 if
 the losses differ by more than rounding. scikit-learn brings the digits; nothing is downloaded.
+
+With --slow RANK:SECONDS one rank sleeps before each synchronisation of the gradients. Who holds up the others, a trace
+tells:
+
+    PYREDUCE_TRACE=DIR mpirun -n 4 python examples/train_digits.py --slow 2:0.01
+    python -m pyreduce.trace summary DIR
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -119,6 +126,8 @@ def train_together(images: Images, options: argparse.Namespace, comm: MPI.Intrac
             # divided by the size of the global batch: a mean of the ranks' means would weigh images differently.
             my_images = shard(batch, comm)
             loss, gradient = loss_and_gradient(weights, my_images)
+            if comm.rank == options.slow[0]:
+                time.sleep(options.slow[1])
             my_gradient = pr.reduce_scatter(gradient, comm=comm, algorithm=options.algorithm)
             my_momentum[:] = MOMENTUM * my_momentum + my_gradient / len(batch.digits)
             my_weights -= options.lr * my_momentum
@@ -179,6 +188,14 @@ def report(losses: list[float], alone: list[float], test_accuracy: float) -> int
     return 0 if equal else 1
 
 
+def rank_and_seconds(text: str) -> tuple[int, float]:
+    """What ``--slow`` takes."""
+    rank, _, seconds = text.partition(":")
+    if int(rank) < 0 or not 0 <= float(seconds) < float("inf"):
+        raise ValueError(text)
+    return int(rank), float(seconds)
+
+
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="data-parallel training on handwritten digits")
@@ -190,6 +207,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--algorithm", choices=pr.algorithms.names(), help="default: chosen by size")
     parser.add_argument(
         "--compare", action=argparse.BooleanOptionalAction, default=True, help="train alone, too, and compare losses"
+    )
+    parser.add_argument(
+        "--slow", type=rank_and_seconds, default=(-1, 0.0), metavar="RANK:SECONDS", help="a rank that comes late"
     )
     options = parser.parse_args(argv)
     if min(options.epochs, options.batch, options.hidden) < 1:

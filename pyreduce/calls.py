@@ -83,6 +83,8 @@ class Call:
             ("message_bytes", str(settings.message_bytes)),
             ("transport", settings.transport or "none"),
             ("arena_bytes", str(settings.arena_bytes)),
+            ("profile", settings.profile),
+            ("nodes", settings.nodes or "as they are"),
         )
 
     def digest(self) -> int:
@@ -95,7 +97,7 @@ def describe(fingerprint: Fingerprint) -> str:
     """A fingerprint in one line of words, settings left out."""
     facts = dict(fingerprint)
     words = [facts.pop("collective"), "by", facts.pop("algorithm")]
-    for setting in ("check", "segment_bytes", "in_flight", "message_bytes", "arena_bytes"):
+    for setting in ("check", "segment_bytes", "in_flight", "message_bytes", "arena_bytes", "profile", "nodes"):
         facts.pop(setting, None)
     return " ".join(words) + "".join(f", {name} {value}" for name, value in facts.items() if value != "none")
 

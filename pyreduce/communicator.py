@@ -8,8 +8,10 @@ for (`pyreduce.pending`), or handed out as a request (`pyreduce.requests`); stri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -24,18 +26,20 @@ from pyreduce.arguments import IN_PLACE, Arguments, check_arguments, check_block
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
 from pyreduce.execute import Plan, Room, Tags
-from pyreduce.launcher import check_comm, largest_tag, warn_if_foreign_launcher
+from pyreduce.launcher import check_comm, largest_tag, virtual_nodes_of, warn_if_foreign_launcher
 from pyreduce.memory import SharedArrays
 from pyreduce.onesided import OneSided, check_shape, check_size
 from pyreduce.ops import SUM, Op, resolve_op
-from pyreduce.peers import Peers, duplicate, keep_for_ever
+from pyreduce.peers import Peers, compare_clocks, duplicate, keep_for_ever
 from pyreduce.pending import AnyPlan, Operation, Pending, Staging, Stats
 from pyreduce.plans import Plans
+from pyreduce.profiles import find
 from pyreduce.progress import Progress
 from pyreduce.requests import PersistentRequest, Request
 from pyreduce.selection import check_algorithm
-from pyreduce.settings import check_seconds, read_settings
+from pyreduce.settings import check_seconds, read_settings, trace_directory
 from pyreduce.signals import Signal, make_signal
+from pyreduce.trace import EVENTS_KEPT, Trace, TraceFile, open_file
 from pyreduce.windows import Window, make_window
 
 __all__ = ["IN_PLACE", "Communicator", "Stats"]
@@ -64,7 +68,7 @@ class Communicator:
     comm : mpi4py.MPI.Intracomm, optional
         Default ``COMM_WORLD``.
     algorithm : str, optional
-        What calls use that name none themselves; default: chosen by size (see `pyreduce.selection`).
+        What calls use that name none themselves; default: chosen by what was measured (see `pyreduce.selection`).
     timeout : float, optional
         Seconds after which a waiting call raises `CollectiveTimeout`; default ``PYREDUCE_TIMEOUT`` or for ever (then
         a wait longer than `warn_seconds` logs one warning that names who is missing). 0 means at once.
@@ -80,6 +84,12 @@ class Communicator:
         Advance nonblocking calls in a thread of its own while the program computes (see `pyreduce.progress`); default:
         they advance inside calls, `Request.test` and `Request.wait`. Programs of messages then need an MPI that was
         initialised with ``MPI.THREAD_MULTIPLE``, mpi4py's default.
+    nodes : str, optional
+        Nodes to take instead of those that the ranks are on, for rehearsals on one machine: ``"2x2"`` and other forms
+        of `pyreduce.topology.virtual_nodes`. Default ``PYREDUCE_NODES``, which speaks of the ranks of ``COMM_WORLD``.
+    trace : path, optional
+        A directory in which every rank writes what it did (see `pyreduce.trace`); default ``PYREDUCE_TRACE`` or none,
+        which an empty path means as well. Ranks that are not traced harm nobody.
     segment_bytes, in_flight, message_bytes, warn_seconds, arena_bytes : optional
         See `pyreduce.settings`.
 
@@ -92,9 +102,11 @@ class Communicator:
     Raises
     ------
     TypeError, ValueError
-        `comm` is no intracommunicator, or a setting is out of range.
+        `comm` is no intracommunicator, a setting is out of range, or a profile is broken (`pyreduce.profiles`).
     CollectiveTimeout
         Not all ranks came to make it in `timeout` seconds.
+    OSError
+        The trace cannot be written.
     """
 
     def __init__(
@@ -112,6 +124,8 @@ class Communicator:
         transport: str | None = None,
         arena_bytes: int | None = None,
         progress: str | None = None,
+        nodes: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         comm = check_comm(comm)
         self._settings = read_settings(
@@ -123,14 +137,19 @@ class Communicator:
             warn_seconds=warn_seconds,
             transport=transport,
             arena_bytes=arena_bytes,
+            nodes=nodes,
         )
+        virtual = virtual_nodes_of(comm, nodes)
         if algorithm is not None and algorithm not in algorithms.names():
             algorithms.get(algorithm)
         if progress not in PROGRESS:
             raise ValueError(f"progress is {progress!r}, needs to be 'thread' or None")
         if progress == "thread" and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
             raise ValueError("progress='thread' needs an MPI that was initialised with MPI.THREAD_MULTIPLE")
+        shelf = find(comm.size)
         warn_if_foreign_launcher()
+        directory, world = trace_directory(trace), MPI.COMM_WORLD
+        file = None if directory is None else open_file(directory, world.rank, world.size)
         self._comm: MPI.Intracomm | None = duplicate(comm, self._settings.timeout, self._settings.warn_seconds)
         self.rank: int = comm.rank
         self.size: int = comm.size
@@ -144,7 +163,10 @@ class Communicator:
             self._agree,
             self._shut_doors,
             self._pending.count,
+            shelf,
+            virtual,
         )
+        self._peers.tell_when_broken(self._plans)
         self._doors = {"reduce_scatter": _Doors(), "allgather": _Doors(), "allreduce": _Doors()}
         self._shut_doors()
         self._words: Plan | None = None
@@ -155,6 +177,11 @@ class Communicator:
         self._arrays = SharedArrays(Arena(self._comm, "shared", limit, self._agree, count), self._agree)
         if progress == "thread":
             self._pending.progress = Progress(self._pending.push_on)
+        self._trace = self._begin_trace(file)
+        self._pending.trace = self._peers.trace = self._trace
+        if self._trace is not None:
+            for collective in self._doors:
+                setattr(self, collective, self._tell_short_way(collective, self._trace))
 
     def __enter__(self) -> Communicator:
         return self
@@ -179,6 +206,37 @@ class Communicator:
         """`Stats` by ``(collective, algorithm)``."""
         return self._pending.stats
 
+    def _begin_trace(self, file: TraceFile | None) -> Trace | None:
+        """All ranks compare their clocks, also if this one is not traced."""
+        assert self._comm is not None
+        world = MPI.COMM_WORLD.rank
+        own = (world, 0, 0) if file is None else (world, file.stamp, file.count_communicator())
+        members, offset, round_trip = compare_clocks(self._comm, own, self._settings.timeout)
+        if file is None:
+            return None
+        return Trace(file, self.rank, self.size, self._settings.in_flight, members, offset, round_trip)
+
+    def _tell_short_way(self, collective: str, trace: Trace) -> Callable[..., Array]:
+        """The method of a traced communicator: a call that the queue has not seen went through a door."""
+        method = getattr(type(self), collective).__get__(self)
+        pending, append, tid, sends = self._pending, trace.append, trace.tid, collective == "reduce_scatter"
+
+        def call(sendbuf: Any, recvbuf: Any = None, **options: Any) -> Array:
+            before, begun = trace.begun, perf_counter()
+            trace.arrived = begun
+            result: Array = method(sendbuf, recvbuf, **options)
+            if trace.begun == before:
+                now = perf_counter()
+                trace.doors = doors = trace.doors + 1
+                array = sendbuf if sends else result
+                number = pending.numbered + doors
+                append(("door", tid, begun, now, number, collective, array.nbytes, array.dtype, options))
+                if not doors & 1023 and len(trace.events) > EVENTS_KEPT:
+                    trace.write()
+            return result
+
+        return call
+
     def close(self) -> None:
         """Complete what is outstanding and free the duplicate communicator; collective, and harmless when repeated.
 
@@ -187,6 +245,9 @@ class Communicator:
         """
         if self._comm is not None and not MPI.Is_finalized():
             self._pending.close(self._settings.timeout)
+            if self._trace is not None:
+                waited = {"/".join(key): stats.wait_seconds for key, stats in self.stats.items()}
+                self._trace.tell("waited", waited)
             self._one_sided.close()
             if self._peers.drain(self._settings.timeout):
                 self._arena.close()
@@ -195,6 +256,8 @@ class Communicator:
                 self._comm.Free()
             else:
                 keep_for_ever((self._arena, self._arrays, self._plans))
+        if self._trace is not None:
+            self._trace.close()
         self._comm = None
         self._shut_doors()
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from os import sched_yield
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ from pyreduce.programs import (
     reads,
     writes,
 )
+from pyreduce.trace import Shape, Trace
 from pyreduce.transports import Chunk
 
 __all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "Tags"]
@@ -160,6 +162,10 @@ class Plan:
         The window is a user's: rows of the size of a block.
     result : sequence of Place, optional
         What is divided in the end; default the output.
+    ranks : sequence of int, optional
+        The communicator's ranks that the program's ranks are; default: all of it.
+    divisor : int, optional
+        Of a mean; default the number of ranks.
 
     Attributes
     ----------
@@ -174,14 +180,25 @@ class Plan:
     """
 
     def __init__(
-        self, program: Program, call: Call, *, in_window: bool = False, result: Sequence[Place] | None = None
+        self,
+        program: Program,
+        call: Call,
+        *,
+        in_window: bool = False,
+        result: Sequence[Place] | None = None,
+        ranks: Sequence[int] | None = None,
+        divisor: int | None = None,
     ) -> None:
+        assert ranks is None or not program.one_sided
+        self.ranks = range(call.nranks) if ranks is None else ranks
         self.call = call
+        self.counts = call.counts  # what moves, when the call is told as another one
+        self.shape: Shape | None = None  # for traces
         self.why = ""
         self.work_dtype = call.work_dtype
         self.program = program
         self.kernel = ops.kernel(call.op, call.work_dtype) if call.op is not None else (0, 0)
-        self.divisor = call.nranks if call.divides else 0
+        self.divisor = (divisor or call.nranks) if call.divides else 0
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
         self.one_sided = program.one_sided
@@ -290,8 +307,8 @@ class Plan:
         self.rounds = [self._compile(steps, number) for number, steps in enumerate(self.program.rounds)]
 
     def _compile(self, steps: Sequence[Step], number: int) -> Round:
-        recvs = [(step.peer, self._where(step.dst)) for step in steps if isinstance(step, Recv)]
-        sends = [(step.peer, self._where(step.src)) for step in steps if isinstance(step, Send)]
+        recvs = [(self.ranks[step.peer], self._where(step.dst)) for step in steps if isinstance(step, Recv)]
+        sends = [(self.ranks[step.peer], self._where(step.src)) for step in steps if isinstance(step, Send)]
         waits = [(step.cell, step.value) for step in steps if isinstance(step, Wait)]
         local: list[Local] = []
         where_it_lies: dict[Place, Where] = {}
@@ -343,7 +360,14 @@ class Plan:
                     changed |= isinstance(step, Put) and step.peer == get.peer
         return True
 
-    def start(self, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, room: Room | None = None) -> Execution:
+    def start(
+        self,
+        comm: MPI.Intracomm,
+        bases: tuple[int, int, int],
+        tag: int,
+        room: Room | None = None,
+        trace: Trace | None = None,
+    ) -> Execution:
         """Begin: post the first round of the first segments.
 
         Parameters
@@ -355,7 +379,11 @@ class Plan:
             From `Tags`.
         room : Room, optional
             Where one-sided steps happen; the plan must be bound to its transport.
+        trace : Trace, optional
+            What is told of its rounds.
         """
+        if trace is not None:
+            return TracedExecution(self, comm, bases, tag, room, trace)
         return Execution(self, comm, bases, tag, room)
 
     def pieces(self, where: Where, bases: Sequence[int], segment: int) -> list[Fragment]:
@@ -690,6 +718,44 @@ class Execution:
         for where in plan.result:
             for address, nbytes in plan.pieces(where, self._bases[lane[0] % plan.lanes], lane[0]):
                 ops.divide(plan.kernel[1], nbytes // plan.itemsize, address, address, plan.divisor)
+
+
+class TracedExecution(Execution):
+    """An execution that tells a trace when each lane was through with each round."""
+
+    __slots__ = ("_append", "_begun", "_shape", "_tid")
+
+    waited_seconds = None  # nobody counts but the waiting loop
+
+    def __init__(
+        self,
+        plan: Plan,
+        comm: MPI.Intracomm,
+        bases: tuple[int, int, int],
+        tag: int,
+        room: Room | None,
+        trace: Trace,
+    ) -> None:
+        if plan.shape is None:
+            plan.shape = Shape(plan.program, plan.counts, plan.segment, plan.itemsize)
+        self._shape = plan.shape
+        self._append, self._tid = trace.append, trace.lane_tid
+        self._begun = [0.0] * plan.lanes
+        super().__init__(plan, comm, bases, tag, room)
+
+    def _next_round(self, lane: list[Any]) -> None:
+        now, number = perf_counter(), lane[0] % self._plan.lanes
+        if lane[1] >= 0:
+            self._append(("round", self._tid + number, self._begun[number], now, lane[0], lane[1], self._shape))
+        self._begun[number] = now
+        Execution._next_round(self, lane)
+
+    def sample(self) -> tuple[Any, ...]:
+        """What tells, later, whom a wait is for: the rounds that lanes are in, and what they wait for there."""
+        if len(self._lanes) == 1:
+            _, number, recvs, _, waits = self._lanes[0]
+            return self._shape, (number, bool(recvs), bool(waits))
+        return (self._shape, *[(lane[1], bool(lane[2]), bool(lane[4])) for lane in self._lanes])
 
 
 def _rows(

@@ -1,6 +1,8 @@
 """``python -m pyreduce.explain COLLECTIVE --algorithm A -n P``: an algorithm in words, without MPI.
 
 Prints the rounds of every rank, which rank holds what after each round, the fold order of every block, and the cost.
+
+``python -m pyreduce.explain COLLECTIVE --why BYTES -n P --nodes FORM`` tells which algorithm runs there, and why.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import groupby
+from math import inf
 from typing import Any
 
 import numpy as np
 
-from pyreduce import algorithms, ops
+from pyreduce import algorithms, ops, profiles
 from pyreduce.algorithms import shared
 from pyreduce.algorithms.mesh import mesh, mesh_in_window
 from pyreduce.errors import name_ranks
+from pyreduce.model import in_bytes, in_seconds
 from pyreduce.programs import (
     COLLECTIVES,
     INPUT,
@@ -41,9 +45,10 @@ from pyreduce.programs import (
     input_blocks,
     writes,
 )
-from pyreduce.selection import choose
+from pyreduce.selection import choose, weigh
 from pyreduce.settings import ARENA_BYTES
 from pyreduce.simulate import Simulation
+from pyreduce.topology import Topology, virtual_nodes
 from pyreduce.verify import Symbol, fold_symbols, format_symbol, verify
 
 __all__ = [
@@ -341,15 +346,41 @@ def explain_engine(collective: str, nranks: int, ranks: Sequence[int] | None = N
     yield f"  memory    an arena of fixed size (arena_bytes, {ARENA_BYTES} a rank)"
 
 
-def explain_choice(collective: str, nbytes: int, nranks: int) -> Iterator[str]:
-    """Which algorithm ``algorithm=None`` means for so many bytes of float32, and why."""
+def explain_choice(
+    collective: str, nbytes: int, topology: Topology, shelf: profiles.Shelf, mpi: str | None = None
+) -> Iterator[str]:
+    """Which algorithm ``algorithm=None`` means for so many bytes of float32, and why; and how all of them compare.
+
+    Parameters
+    ----------
+    collective : str
+    nbytes : int
+    topology : Topology
+    shelf : Shelf
+        The profiles to choose from.
+    mpi : str, optional
+        Default: whatever a profile was made under.
+    """
     op = None if collective == "allgather" else ops.SUM
-    yield f"{collective} of {nbytes} bytes (float32, SUM) on {nranks} ranks"
-    for where, refusal in (("on one node", None), ("on several nodes", "several nodes")):
-        for deterministic in (False, True):
-            name, why = choose(collective, nbytes, nranks, op, np.dtype(np.float32), deterministic, no_engine=refusal)
-            kind = ", deterministic=True" if deterministic else ""
-            yield f"  {where + kind:38} {name:7} {why}"
+    call = (collective, nbytes, topology, op, np.dtype(np.float32))
+    profile, words = shelf.pick(topology, mpi) if topology.nranks > 1 else (None, "one rank")
+    yield f"{collective} of {in_bytes(nbytes)} (float32, SUM), {topology}"
+    for deterministic in (False, True):
+        name, why = choose(*call, deterministic, profile=profile)
+        yield f"  {'deterministic=True' if deterministic else 'runs by':18}  {name}: {why}"
+    if profile is None:
+        yield f"  no profile          {words}"
+    else:
+        where = profile.where
+        made = " ".join(part for part in (where.mpi, where.mpi_version) if part)
+        yield f"  profile             {words}"
+        yield f"  made                {profile.made or 'some day'}, under {made}, {where.machine or 'on some machine'}"
+    yield "\n  algorithm           measured   by the model"
+    candidates = weigh(*call, profile=profile)
+    for one in sorted(candidates, key=lambda one: (bool(one.refusal), one.measured or inf, one.predicted or inf)):
+        times = [in_seconds(seconds) if seconds is not None else "-" for seconds in (one.measured, one.predicted)]
+        refused = f"cannot serve: {one.refusal}" if one.refusal else ""
+        yield f"  {one.name:18} {times[0]:>9} {times[1]:>14}   {refused}".rstrip()
 
 
 def explain(
@@ -393,6 +424,17 @@ def explain(
         yield from compare_modes(collective, nranks)
 
 
+def _read_topology(form: str | None, nranks: int) -> Topology:
+    """The nodes asked for, those of ``PYREDUCE_NODES``, or one."""
+    asked = form or os.environ.get("PYREDUCE_NODES")
+    if not asked:
+        return Topology.one_node(nranks)
+    try:
+        return virtual_nodes(asked, nranks)
+    except ValueError as error:
+        raise ValueError(str(error).replace("PYREDUCE_NODES", "--nodes") if form else str(error)) from None
+
+
 def _parse_bytes(text: str) -> int:
     """``4096``, ``64K``, ``4M`` or ``1G``."""
     scale = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper())
@@ -415,11 +457,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
     parser.add_argument("--mode", choices=MODES, help="of mesh: by hand, or the call on a window; and what differs")
     parser.add_argument(
-        "--bytes", type=_parse_bytes, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
+        "--why", type=_parse_bytes, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
     )
+    parser.add_argument(
+        "--nodes", metavar="FORM", help="with --why: 2x4, 3+5, 0,1,0,1; default PYREDUCE_NODES, or one node"
+    )
+    parser.add_argument("--profile", metavar="FILE", help="with --why: choose by this one; default: the one in use")
+    parser.add_argument("--mpi", metavar="NAME", help="with --why: a profile must be of this MPI: mpich, openmpi, ...")
     options = parser.parse_args(argv)
-    if options.bytes is not None and options.algorithm:
-        parser.error("--bytes tells which algorithm would be chosen; leave out --algorithm")
+    if options.why is not None and options.algorithm:
+        parser.error("--why tells which algorithm would be chosen; leave out --algorithm")
+    for name in ("nodes", "profile", "mpi"):
+        if getattr(options, name) is not None and options.why is None:
+            parser.error(f"--{name} is for --why")
     options.algorithm = options.algorithm or "ring"
     if options.mode and options.algorithm != "mesh":
         parser.error(f"--mode is for --algorithm mesh, not {options.algorithm}")
@@ -432,8 +482,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.load:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
             runpy.run_path(options.load)
-        if options.bytes is not None:
-            lines = explain_choice(options.collective, options.bytes, options.ranks)
+        if options.why is not None:
+            topology = _read_topology(options.nodes, options.ranks)
+            shelf = profiles.Shelf(profiles.load(options.profile)) if options.profile else profiles.find(options.ranks)
+            lines = explain_choice(options.collective, options.why, topology, shelf, options.mpi)
         else:
             lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode)
         for line in lines:

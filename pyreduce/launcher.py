@@ -8,7 +8,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-__all__ = ["check_comm", "largest_tag", "warn_if_foreign_launcher"]
+from pyreduce.topology import Topology, virtual_nodes
+
+__all__ = ["check_comm", "largest_tag", "virtual_nodes_of", "warn_if_foreign_launcher"]
 
 LEAST_TAG_UB = 32767  # what the MPI standard grants
 
@@ -52,3 +54,17 @@ def largest_tag() -> int:
     """The largest tag of any communicator. Only ``COMM_WORLD`` must know it; Open MPI's split ones do not."""
     largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     return largest if isinstance(largest, int) else LEAST_TAG_UB
+
+
+def virtual_nodes_of(comm: MPI.Intracomm, nodes: str | None) -> Topology | None:
+    """The nodes that the caller asks for, over `comm`, or ``PYREDUCE_NODES``, over ``COMM_WORLD``; None: neither."""
+    if nodes is not None:
+        return virtual_nodes(nodes, comm.size, "nodes")
+    text = os.environ.get("PYREDUCE_NODES")
+    if not text:
+        return None
+    world = virtual_nodes(text, MPI.COMM_WORLD.size)
+    ranks = comm.group.Translate_ranks(None, MPI.COMM_WORLD.group)
+    if MPI.UNDEFINED in ranks:
+        raise ValueError("PYREDUCE_NODES speaks of the ranks of COMM_WORLD; some of this communicator's are not there")
+    return Topology.of(world.node_of[rank] for rank in ranks)

@@ -40,8 +40,9 @@ from mpi4py import MPI
 from pyreduce.calls import Call, Fingerprint, compare
 from pyreduce.errors import BrokenCommunicatorError, CollectiveTimeout, MismatchError, name_ranks
 from pyreduce.execute import NOTICE_TAG, Tags
+from pyreduce.trace import Trace
 
-__all__ = ["ATTEND_SECONDS", "Peers", "Started", "Watch", "duplicate", "keep_for_ever"]
+__all__ = ["ATTEND_SECONDS", "Peers", "Started", "Watch", "compare_clocks", "duplicate", "keep_for_ever"]
 
 log = logging.getLogger("pyreduce")
 
@@ -49,6 +50,9 @@ ATTEND_SECONDS = 1e-3  # idle time between looks at notices: long against a mess
 QUERY_AFTER = 1.0  # idle seconds after which peers are asked which call they are in
 GRACE = 0.5  # seconds to collect notices in, after a timeout: who has not come by then is missing
 MISMATCH_GRACE = 5.0  # the same after a mismatch, where all ranks are expected to come
+
+CLOCK_TAG = 1
+CLOCK_TURNS = 16  # questions after the time; the one that was answered soonest counts
 
 POLLS = 4  # looks for notices after a pause: an MPI that made no progress meanwhile needs a few to pull them in
 QUIET = ("query", "here")
@@ -151,6 +155,64 @@ def duplicate(comm: MPI.Intracomm, timeout: float | None, warn_seconds: float) -
     return made
 
 
+def compare_clocks(
+    comm: MPI.Intracomm, own: tuple[int, int, int], timeout: float | None
+) -> tuple[list[list[int]], float, float]:
+    """Who is traced, and what this rank's clock is ahead of the first traced rank's; collective.
+
+    All ranks of a new duplicate take part, also those that are not traced, so that it does no harm if only some are:
+    what follows the exchange is between traced ranks alone.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+    own : tuple of int
+        Rank in ``COMM_WORLD``, stamp (0: not traced), number of the communicator in the trace.
+    timeout : float or None
+
+    Returns
+    -------
+    tuple
+        All ranks' `own`; seconds this clock is ahead; seconds that the quickest answer took.
+
+    Raises
+    ------
+    CollectiveTimeout
+    """
+    begun = perf_counter()
+    told = np.zeros((comm.size, 3), np.int64)
+
+    def wait(request: MPI.Request, kept: object, missing: list[int]) -> None:
+        while not request.Test():
+            os.sched_yield()
+            if timeout is not None and perf_counter() - begun > timeout:
+                keep_for_ever((request, kept))
+                text = f"Communicator (rank {comm.rank} of {comm.size}): {name_ranks(missing)} did not answer within "
+                raise CollectiveTimeout(f"{text}{timeout:g} s when ranks compared clocks", missing)
+
+    sent = np.array(own, np.int64)
+    wait(comm.Iallgather(sent, told), (sent, told), [rank for rank in range(comm.size) if rank != comm.rank])
+    traced = [rank for rank in range(comm.size) if told[rank, 1]]
+    offset, quickest = 0.0, 0.0
+    question, answer = np.zeros(1), np.zeros(1)
+    if comm.rank in traced[:1]:
+        for peer in traced[1:]:
+            for _ in range(CLOCK_TURNS):
+                wait(comm.Irecv(question, peer, CLOCK_TAG), question, [peer])
+                answer[0] = perf_counter()
+                wait(comm.Isend(answer, peer, CLOCK_TAG), answer, [peer])
+    elif comm.rank in traced:
+        quickest = float("inf")
+        for _ in range(CLOCK_TURNS):
+            asked = perf_counter()
+            wait(comm.Isend(question, traced[0], CLOCK_TAG), question, traced[:1])
+            wait(comm.Irecv(answer, traced[0], CLOCK_TAG), answer, traced[:1])
+            now = perf_counter()
+            if now - asked < quickest:
+                quickest, offset = now - asked, (asked + now) / 2 - float(answer[0])
+    return told.tolist(), offset, quickest
+
+
 class Peers:
     """The state of a communicator that waiting and failing need.
 
@@ -170,6 +232,7 @@ class Peers:
         self._broken: BaseException | None = None
         self._on_break: WeakSet[Breakable] = WeakSet()
         self.waited = 0.0
+        self.trace: Trace | None = None
         self._pending: dict[int, Notice] = {}  # the latest notice of each peer for a call not yet over here
         self._asked: set[int] = set()  # peers that have asked, and got no answer yet
         self._sending: list[MPI.Request] = []
@@ -452,6 +515,7 @@ class Watch:
         """Wait to the end."""
         started, advance, linger = self.started, self.started.advance, self.started.linger
         moves, idle_since, attend_at, tries = started.moves, self.begun, self.begun, 0
+        trace = self.peers.trace
         while not advance():
             if started.moves != moves:
                 moves = started.moves
@@ -459,20 +523,29 @@ class Watch:
                     now = perf_counter()
                     self.peers.waited += now - idle_since
                     tries = 0
+                    if trace is not None:
+                        trace.resume(now, started)
                 continue
             if tries == 0:
                 idle_since = perf_counter()
                 attend_at = idle_since + ATTEND_SECONDS
+                if trace is not None:
+                    trace.pause(started, idle_since)
             tries += 1
             linger()
             now = perf_counter()
             if now > attend_at:
+                if trace is not None:
+                    trace.look(started, now)
                 self.attend(now, idle_since)
                 if meanwhile is not None:
                     meanwhile()
                 attend_at = now + ATTEND_SECONDS
         if tries:
-            self.peers.waited += perf_counter() - idle_since
+            now = perf_counter()
+            self.peers.waited += now - idle_since
+            if trace is not None:
+                trace.resume(now, started)
 
     def attend(self, now: float, idle_since: float) -> None:
         """Look at notices, strange messages and the clock."""

@@ -30,6 +30,7 @@ from mpi4py import MPI
 
 from pyreduce import algorithms, arrays
 from pyreduce._core import lib
+from pyreduce.algorithms.hierarchical import HierarchicalExecution, HierarchicalPlan
 from pyreduce.algorithms.native import NativeExecution, NativePlan
 from pyreduce.algorithms.shared import Engine, SharedCounts, SharedExecution, SharedPlan
 from pyreduce.arguments import Arguments
@@ -38,10 +39,11 @@ from pyreduce.calls import Call
 from pyreduce.execute import Execution, Plan, Room, Tags
 from pyreduce.peers import Peers, Watch, log
 from pyreduce.settings import Settings
+from pyreduce.trace import Trace
 
 __all__ = ["AnyPlan", "Operation", "Pending", "Staging", "Stats"]
 
-AnyPlan: TypeAlias = "Plan | NativePlan | SharedPlan"
+AnyPlan: TypeAlias = "Plan | NativePlan | SharedPlan | HierarchicalPlan"
 
 SCRATCH_KEPT = 64 << 20
 AWAY_SECONDS = 0.05  # after a longer pause a rank looks for notices before it joins a call
@@ -152,7 +154,7 @@ class Operation:
         self.room = room
         self.number = self.tag = 0
         self.scratch: Array | None = None
-        self.started: Execution | NativeExecution | SharedExecution | None = None
+        self.started: Execution | NativeExecution | SharedExecution | HierarchicalExecution | None = None
         self.watch: Watch | None = None
         self.waited = 0.0
         self.done = False
@@ -181,11 +183,12 @@ class Pending:
         self.settings = settings
         self.engine: Engine | None = None
         self.progress: Any = None  # pyreduce.progress.Progress, if there is one
+        self.trace: Trace | None = None
         self.lock = threading.RLock()  # which knows whose it is
         self.inside = 0  # the thread that works on a call
         self.silent: set[AnyPlan] = set()  # plans of exchanges that belong to the call that follows them
         self._queue: deque[Operation] = deque()
-        self._numbered = 0
+        self.numbered = 0
         self._stats: dict[tuple[str, str], Stats] = {}
         self._last = perf_counter()
         self._scratch = np.empty(0, np.uint8)
@@ -270,11 +273,11 @@ class Pending:
     @property
     def number(self) -> int:
         """Of the last call."""
-        return self._numbered + (int(lib.pr_door_calls(self.engine.handle)) if self.engine is not None else 0)
+        return self.numbered + (int(lib.pr_door_calls(self.engine.handle)) if self.engine is not None else 0)
 
     def count(self) -> None:
         """What was agreed on was not for a call that follows, but something of its own."""
-        self._numbered += 1
+        self.numbered += 1
 
     def adopt(self) -> Operation | None:
         """Make a call that has come in through a door, and is not done, the head of the queue."""
@@ -285,6 +288,9 @@ class Pending:
         operation = Operation(plan, None, 0, 0, None)
         operation.number = self.number
         operation.started = SharedExecution(plan)
+        if self.trace is not None:
+            self.trace.doors += 1
+            self.trace.begin(operation.number, plan.call, plan.why, False)
         self._queue.append(operation)
         _active[id(self)] = self
         return operation
@@ -409,14 +415,16 @@ class Pending:
         if self.peers.broken is not None:
             self.peers.check_usable()
         call = operation.plan.call
+        if self.trace is not None:
+            self.trace.arrived = perf_counter()
         if self.settings.check == "full" and self.peers.size > 1:
             while self._queue:
                 self._complete(self._queue[-1], timeout)
             self._compare_calls(call, self.number + 1, timeout)
-            self._numbered += 1  # the comparison was a call of its own
+            self.numbered += 1  # the comparison was a call of its own
         operation.number = self.number + 1
         if operation.plan not in self.silent or self.settings.check == "full":  # full compares every message's call
-            self._numbered += 1
+            self.numbered += 1
         operation.tag = self.tags.tag(operation.digest, operation.number)
         self._queue.append(operation)
         _active[id(self)] = self
@@ -433,8 +441,10 @@ class Pending:
         address = self._scratch_address if scratch is self._scratch else arrays.address(scratch)
         bases = (operation.source, operation.target, address)
         operation.waited = self.peers.waited
+        if self.trace is not None:
+            self.trace.begin(operation.number, plan.call, plan.why, plan in self.silent)
         if isinstance(plan, Plan):
-            operation.started = plan.start(self.comm, bases, operation.tag, operation.room)
+            operation.started = plan.start(self.comm, bases, operation.tag, operation.room, self.trace)
         else:
             operation.started = plan.start(self.comm, bases, operation.tag)
 
@@ -444,6 +454,8 @@ class Pending:
         operation.done = True
         operation.buffers = operation.scratch = None
         self._last = perf_counter()
+        if self.trace is not None:
+            self.trace.finish(self._last)
         plan, started = operation.plan, operation.started
         assert started is not None
         if not isinstance(plan, SharedPlan) and plan not in self.silent:
@@ -505,6 +517,8 @@ class Pending:
         head = ended[0] if ended else operation
         if head is not None:
             self.peers.leave(error, head.plan.call, head.number, [(op.buffers, op.scratch, op.started) for op in ended])
+        if self.trace is not None:
+            self.trace.torn(error)
         for op in ended:
             op.error = error
         self._queue.clear()

@@ -7,13 +7,15 @@ need: at the first call that wants it, all ranks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from pyreduce import algorithms, ops
+from pyreduce.algorithms.hierarchical import HierarchicalPlan
 from pyreduce.algorithms.native import NativePlan
 from pyreduce.algorithms.shared import Engine, SharedPlan, open_engine
 from pyreduce.arena import Agree, Arena, Region
@@ -23,8 +25,10 @@ from pyreduce.errors import Unsupported, WindowMemoryError
 from pyreduce.execute import Plan, Room
 from pyreduce.ops import Op
 from pyreduce.pending import AnyPlan
+from pyreduce.profiles import Profile, Shelf, name_mpi
 from pyreduce.selection import check_algorithm, choose
 from pyreduce.settings import Settings
+from pyreduce.topology import Topology
 
 __all__ = ["Plans"]
 
@@ -50,6 +54,10 @@ class Plans:
         Called when plans that have been handed out are not kept any more.
     count : callable
         Called when ranks have agreed on what is not part of the call that follows.
+    shelf : Shelf
+        The profiles to choose from.
+    virtual : Topology, optional
+        Nodes to take instead of those that the ranks are on.
     """
 
     def __init__(
@@ -61,17 +69,30 @@ class Plans:
         agree: Agree,
         forget: Callable[[], None],
         count: Callable[[], None],
+        shelf: Shelf,
+        virtual: Topology | None = None,
     ) -> None:
         self.rank, self.size = comm.rank, comm.size
         self.settings = settings
         self.deterministic = deterministic
         self.engine: Engine | None = None
         self.refusal: str | None = None  # why there is no engine; None while nobody has asked for one
+        self.profile: Profile | None = None  # by which calls choose; its digest is among the settings
+        self._shelf: Shelf | None = shelf  # None when the profile has been picked
         self._algorithm = algorithm
         self._forget = forget
         self._count = count
         self._plans: dict[Any, Found] = {}
         self._registrations = algorithms.registrations()
+        self._comm = comm
+        self._agree = agree
+        self._agreed: int | None = None  # digest of what the ranks have agreed on for the call that follows
+        self._virtual = virtual
+        self.topology: Topology | None = None  # None until the first call that needs to know
+        self.node_engine: Engine | None = None  # among the ranks of this node, where there are several nodes
+        self.node_refusal: str | None = None
+        self._node_comm: MPI.Intracomm | None = None
+        self._node_arena: Arena | None = None
         # Two: what one carves does not move the other, whose layout is fixed.
         self._engine_arena = Arena(comm, "shared", settings.message_bytes, agree)
         self._room_arena = Arena(comm, settings.transport, settings.message_bytes, agree)
@@ -82,9 +103,18 @@ class Plans:
 
     def close(self) -> None:
         """Free the memory; collective."""
-        self.engine = None
+        self.engine = self.node_engine = None
+        if self._node_arena is not None:
+            self._node_arena.close()
+        if self._node_comm is not None:
+            self._node_comm.Free()
         self._engine_arena.close()
         self._room_arena.close()
+
+    def forget(self) -> None:
+        """The communicator is broken: who comes late to the engine of a node finds out there."""
+        if self.node_engine is not None:
+            self.node_engine.give_up()
 
     def clear(self) -> None:
         """Keep none of the plans."""
@@ -135,11 +165,16 @@ class Plans:
         if len(self._plans) >= PLANS_KEPT:
             self.clear()
         asked = algorithm if algorithm is not None else self._algorithm
-        name, why = self._choose(asked, call, nbytes, timeout)
-        plan = self._make(name, why, call)
-        if told_dtype is not None:
-            plan.call = plan.call.like(dtype=told_dtype)
-        digest = None if self.settings.check == "off" else plan.call.digest()
+        told = None
+        try:
+            name, why = self._choose(asked, call, nbytes, timeout)
+            plan = self._make(name, why, call)
+            if told_dtype is not None:
+                plan.call = plan.call.like(dtype=told_dtype)
+            told = plan.call.digest()
+        finally:
+            self._follow(told)
+        digest = None if self.settings.check == "off" else told
         if not fresh:
             self._plans[key] = plan, digest
         return plan, digest
@@ -154,13 +189,55 @@ class Plans:
                     f"algorithm {asked!r} does not fold in rank order, as deterministic=True demands; use 'shared', "
                     "'mesh' or 'naive'"
                 )
-        if asked in (None, algorithms.SHARED):
-            self.open_engine(call, timeout)
-        if asked == algorithms.SHARED and self.refusal is not None:
-            raise Unsupported(f"{call.collective}: shared cannot serve this communicator: {self.refusal}")
+        if asked == algorithms.SHARED:
+            self._open_engine(call, timeout)
+            if self.engine is None:
+                raise Unsupported(f"{call.collective}: shared cannot serve this communicator: {self.refusal}")
+        elif asked == algorithms.HIERARCHICAL:
+            self._open_node_engine(call, timeout)
+            if self.node_engine is None:
+                raise Unsupported(
+                    f"{call.collective}: hierarchical cannot serve this communicator: {self.node_refusal}"
+                )
         if asked is not None:
             return asked, "asked for"
-        return choose(call.collective, nbytes, self.size, op, dtype, self.deterministic, limit, self.refusal)
+        topology = self._find_nodes(call, timeout)
+        self._open_engine(call, timeout)
+        name, why = choose(
+            call.collective, nbytes, topology, op, dtype, self.deterministic, limit, self.refusal, self.profile,
+            no_node_engine=self.node_refusal,
+        )  # fmt: skip
+        if name == algorithms.HIERARCHICAL:
+            self._open_node_engine(call, timeout)
+            if self.node_engine is None:
+                return self._choose(asked, call, nbytes, timeout)
+        return name, why
+
+    def _begin(self, call: Call) -> Call:
+        """The call under whose name ranks now agree on something.
+
+        Messages of one number must be of one call: what is agreed on for the call that follows, under its name, shares
+        its number; everything else has one of its own.
+        """
+        self._follow(call.digest())
+        self._agreed = call.digest()
+        return call
+
+    def _follow(self, digest: int | None) -> None:
+        """What follows is this call, or none."""
+        if self._agreed is not None and self._agreed != digest:
+            self._count()
+        self._agreed = None
+
+    def _pick_profile(self, topology: Topology) -> None:
+        """Take the profile that holds on these nodes, once; from then on calls carry its digest."""
+        if self._shelf is None:
+            return
+        mpi, _ = name_mpi(MPI.Get_library_version())
+        self.profile, _ = self._shelf.pick(topology, mpi, warn=self.rank == 0)
+        self._shelf = None
+        if self.profile is not None:
+            self.settings = replace(self.settings, profile=self.profile.digest)
 
     def _make(self, name: str, why: str, call: Call) -> AnyPlan:
         facts = call.rows
@@ -169,32 +246,88 @@ class Plans:
         )
         if program:
             facts = (*facts, ("program", program))
-        call = call.like(algorithm=name, rows=facts)
+        call = call.like(algorithm=name, rows=facts, settings=self.settings)
         plan: AnyPlan
         if name == algorithms.SHARED:
             assert self.engine is not None
             plan = SharedPlan(call, self.engine)
         elif name == algorithms.NATIVE:
             plan = NativePlan(call)
+        elif name == algorithms.HIERARCHICAL:
+            assert self.node_engine is not None
+            assert self.topology is not None
+            plan = HierarchicalPlan(call, self.node_engine, self.topology, algorithms.program)
+            why = f"{why}; {plan.inner} between {self.topology}"
         else:
             plan = Plan(algorithms.get(name).program(call.collective, self.size, self.rank), call)
         plan.why = why
         return plan
 
     def open_engine(self, call: Call, timeout: float | None) -> None:
-        """Make the engine, if nobody has tried yet; collective."""
+        """Make the engine, if nobody has tried yet, before the call that follows; collective."""
+        try:
+            self._open_engine(call, timeout)
+        finally:
+            self._follow(call.digest())
+
+    def _open_engine(self, call: Call, timeout: float | None) -> None:
         if self.engine is not None or self.refusal is not None:
             return
-        named = call.like(algorithm="shared")
+        topology = self._find_nodes(call, timeout)
+        if topology.nnodes > 1:
+            self.refusal = f"the ranks are on several nodes: {topology}"
+        else:
+            self.engine, self.refusal = self._make_engine(
+                self._engine_arena, call, algorithms.SHARED, range(self.size), timeout
+            )
+
+    def _open_node_engine(self, call: Call, timeout: float | None) -> None:
+        """Make the engines of all nodes, if nobody has tried yet; collective."""
+        if self.node_engine is not None or self.node_refusal is not None:
+            return
+        node = self._find_nodes(call, timeout).node_of[self.rank]
+        node_comm = self._comm.Split(node, self.rank)
+        assert isinstance(node_comm, MPI.Intracomm)
+        self._node_comm = node_comm
+        self._node_arena = Arena(node_comm, "shared", self.settings.message_bytes, self._agree)
+        assert self.topology is not None
+        self.node_engine, self.node_refusal = self._make_engine(
+            self._node_arena, call, algorithms.HIERARCHICAL, self.topology.nodes[node], timeout
+        )
+
+    def _make_engine(
+        self, arena: Arena, call: Call, name: str, ranks: Sequence[int], timeout: float | None
+    ) -> tuple[Engine | None, str | None]:
+        """An engine for some ranks, or why there is none; the same on all ranks of the communicator."""
+        assert self.topology is not None
+        named = self._begin(call.like(algorithm=name, settings=self.settings))
+        nbytes = self.settings.arena_bytes
         try:
-            self.engine = open_engine(self._engine_arena, self.settings.arena_bytes, named, self.size, timeout)
+            engine = open_engine(arena, nbytes, named, ranks, timeout, counted=name == algorithms.SHARED)
         except (WindowMemoryError, ValueError) as error:  # on all ranks
-            self.refusal = str(error)
-        if self.engine is not None and not self.engine.holds_peers:
-            self.refusal = f"an arena of {self.settings.arena_bytes} bytes a rank is too small for {self.size} ranks"
-            self.engine = None
-        if self.engine is None:
-            self._count()  # the call that follows is another one than was agreed on
+            return None, str(error)
+        fullest = max(map(len, self.topology.nodes))
+        if not engine.holds(fullest):
+            return None, f"an arena of {nbytes} bytes a rank is too small for {fullest} ranks"
+        return engine, None
+
+    def _find_nodes(self, call: Call, timeout: float | None) -> Topology:
+        """Which ranks share a node, and the profile that holds there; collective the first time."""
+        if self.topology is None:
+            named = self._begin(call.like(algorithm=algorithms.SHARED))
+            self._agree(named, 0, timeout)  # now all ranks are here
+            self.topology = self._virtual
+            if self.topology is not None:
+                self._comm.Barrier()  # as allgather is: nobody waits for what was agreed on above any more
+            else:
+                node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
+                self.topology = Topology.of(self._comm.allgather(node.allreduce(self.rank, MPI.MIN)))
+                node.Free()
+            self._pick_profile(self.topology)
+            # The same call, whose profile is known now. It keeps its number whatever profile this rank has found, or
+            # ranks that have found different ones would not meet in a call, and tell each other.
+            self._agreed = named.like(settings=self.settings).digest()
+        return self.topology
 
     def room_for(self, plan: Plan, timeout: float | None) -> Room:
         """Windows and cells for a plan's one-sided steps: kept from call to call, replaced when they are too small."""

@@ -148,7 +148,7 @@ class PersistentRequest:
         self._active = self._light = self._freed = False
         self._result = staging.result if staging.direct else None
         # Of the short way: the plan as the engine knows it.
-        quick = pending.settings.check != "full" and pending.progress is None
+        quick = pending.settings.check != "full" and pending.progress is None and pending.trace is None
         self._handle: Any = plan.handle if quick and isinstance(plan, SharedPlan) else None
 
     def __repr__(self) -> str:

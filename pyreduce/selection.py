@@ -1,36 +1,63 @@
 """Which algorithm a call runs when the caller names none, and why. No MPI.
 
-The choice depends on nothing but what all ranks share: collective, bytes, number of ranks, op and dtype.
+The choice depends on nothing but what all ranks share: collective, bytes, nodes, op, dtype, and the profile in use,
+whose digest is among the facts that calls are compared by. Where a profile holds (`pyreduce.profiles`) it is the
+algorithm that was fastest when it was made; else, on one node, the engine; else what `pyreduce.model` takes for the
+fastest.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from pyreduce import algorithms
-from pyreduce.errors import Unsupported
+from pyreduce.errors import AlgorithmError, Unsupported
+from pyreduce.model import DEFAULT, MODELLED, Figures, in_bytes, in_seconds, predict
 from pyreduce.ops import Op
+from pyreduce.profiles import Profile
 from pyreduce.settings import MESSAGE_BYTES
+from pyreduce.topology import Topology
 
-__all__ = ["check_algorithm", "choose"]
+__all__ = ["Candidate", "cannot_serve", "check_algorithm", "choose", "weigh"]
 
-# Measured with 2 and 4 ranks on 2 cores under MPICH, Open MPI and Intel MPI (benchmarks/results/bench-*.json): as long
-# as a rank receives little, one round of naive beats everything of ours; from RING_BYTES on the ring's few bytes win;
-# between, and on many ranks, the MPI's own.
-NAIVE_BYTES = 192 << 10  # bytes that a rank receives: (P - 1) vectors
-NAIVE_RANKS = 8
-RING_BYTES = 512 << 10  # bytes of the whole vector
+TOLD = 3  # algorithms that a reason tells the times of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm that a call may run by.
+
+    Attributes
+    ----------
+    name : str
+    refusal : str or None
+        Why it cannot serve the call.
+    measured : float or None
+        Seconds, by the profile in use.
+    predicted : float or None
+        Seconds, by the model.
+    """
+
+    name: str
+    refusal: str | None
+    measured: float | None
+    predicted: float | None
 
 
 def choose(
     collective: str,
     nbytes: int,
-    nranks: int,
+    topology: Topology,
     op: Op | None,
     dtype: np.dtype,
     deterministic: bool = False,
     limit: int = MESSAGE_BYTES,
     no_engine: str | None = None,
+    profile: Profile | None = None,
+    figures: Figures = DEFAULT,
+    no_node_engine: str | None = None,
 ) -> tuple[str, str]:
     """The algorithm for a call that names none.
 
@@ -39,7 +66,7 @@ def choose(
     collective : str
     nbytes : int
         Bytes of the whole vector.
-    nranks : int
+    topology : Topology
     op : Op or None
         None for allgather.
     dtype : numpy.dtype
@@ -48,34 +75,98 @@ def choose(
     limit : int
         The message limit.
     no_engine : str, optional
-        Why the ranks have no shared-memory engine; default: they have one.
+        Why the ranks have no shared-memory engine; default: they have one, if they are on one node.
+    profile : Profile, optional
+        One that holds on these nodes.
+    figures : Figures, optional
+        What the model works with.
+    no_node_engine : str, optional
+        Why hierarchical has no engines within nodes.
 
     Returns
     -------
     name, why : str
     """
-    if no_engine is None:
-        return "shared", "one node: through shared memory, folded in rank order"
-    name, why = _choose_between_nodes(collective, nbytes, nranks, op, dtype, deterministic, limit)
-    return name, f"{why} (no shared memory: {no_engine})"
+    call = (collective, nbytes, topology, op, dtype, deterministic, limit, no_engine, no_node_engine)
+    has_engine = cannot_serve(algorithms.SHARED, *call) is None
+    without = f" (no shared memory: {no_engine})" if no_engine is not None and topology.nnodes == 1 else ""
+    if topology.nranks == 1 and not has_engine:
+        return "ring", f"one rank: a copy{without}"
+    if profile is not None:
+        found = profile.choose(collective, nbytes, lambda name: cannot_serve(name, *call) is None)
+        if found is not None:
+            return found
+    if has_engine:
+        return algorithms.SHARED, "one node: through shared memory, folded in rank order"
+    candidates = weigh(*call[:-1], figures=figures, no_node_engine=no_node_engine)
+    ranking = sorted((one.predicted, one.name) for one in candidates if not one.refusal and one.predicted is not None)
+    told = ", ".join(f"{name} {in_seconds(seconds)}" for seconds, name in ranking[:TOLD])
+    ordered = ", in rank order" if deterministic and op is not None else ""
+    return ranking[0][1], f"model, {in_bytes(nbytes)} on {topology}{ordered}: {told}{without}"
 
 
-def _choose_between_nodes(
-    collective: str, nbytes: int, nranks: int, op: Op | None, dtype: np.dtype, deterministic: bool, limit: int
-) -> tuple[str, str]:
-    if deterministic and op is not None:
-        return "naive", "deterministic: folds in rank order"
-    if nranks == 1:
-        return "ring", "one rank: a copy"
-    received = nbytes * (nranks - 1) if op is not None else nbytes
-    if received <= NAIVE_BYTES and nranks <= NAIVE_RANKS:
-        return "naive", f"a rank receives {received} bytes at most: one round beats fewer bytes"
-    if nbytes >= RING_BYTES:
-        return "ring", f"at least {RING_BYTES} bytes: fewest bytes win"
-    refusal = native_refuses(collective, op, dtype, nbytes, limit)
-    if refusal:
-        return "ring", f"native does not serve: {refusal}"
-    return "native", "middling size: the MPI's own collective"
+def weigh(
+    collective: str,
+    nbytes: int,
+    topology: Topology,
+    op: Op | None,
+    dtype: np.dtype,
+    deterministic: bool = False,
+    limit: int = MESSAGE_BYTES,
+    no_engine: str | None = None,
+    profile: Profile | None = None,
+    figures: Figures = DEFAULT,
+    no_node_engine: str | None = None,
+) -> list[Candidate]:
+    """All algorithms with what is known of each for one call; parameters as those of `choose`."""
+    measured = profile.times(collective, nbytes) if profile is not None else {}
+    call = (collective, nbytes, topology, op, dtype, deterministic, limit, no_engine, no_node_engine)
+    return [
+        Candidate(
+            name,
+            cannot_serve(name, *call),
+            measured.get(name),
+            predict(name, collective, nbytes, topology, figures) if _is_modelled(name, no_engine) else None,
+        )
+        for name in algorithms.names()
+    ]
+
+
+def _is_modelled(name: str, no_engine: str | None) -> bool:
+    """Windows through the MPI's one-sided calls have no formula: mesh has one where there is shared memory."""
+    return name in MODELLED and (name != "mesh" or no_engine is None)
+
+
+def cannot_serve(
+    name: str,
+    collective: str,
+    nbytes: int,
+    topology: Topology,
+    op: Op | None,
+    dtype: np.dtype,
+    deterministic: bool = False,
+    limit: int = MESSAGE_BYTES,
+    no_engine: str | None = None,
+    no_node_engine: str | None = None,
+) -> str | None:
+    """Why an algorithm cannot serve a call, the same on every rank, or None; parameters as those of `choose`."""
+    if name not in algorithms.names():
+        return "no algorithm is called so here"
+    if deterministic and op is not None and not algorithms.folds_in_rank_order(name):
+        return "does not fold in rank order"
+    if name == algorithms.SHARED:
+        return f"needs one node, here are {topology}" if topology.nnodes > 1 else no_engine
+    if name == algorithms.NATIVE:
+        return native_refuses(collective, op, dtype, nbytes, limit)
+    if name == algorithms.HIERARCHICAL:
+        if topology.nnodes == 1:
+            return "one node only"
+        return no_node_engine if topology.nnodes < topology.nranks else "no node has several ranks"
+    try:
+        algorithms.get(name).program(collective, topology.nranks, 0)
+    except (Unsupported, AlgorithmError) as error:
+        return str(error)
+    return None
 
 
 def native_refuses(collective: str, op: Op | None, dtype: np.dtype, nbytes: int, limit: int) -> str | None:
@@ -105,7 +196,7 @@ def check_algorithm(
     Unsupported
         It does not serve this call; the message says why and what does.
     """
-    if name == algorithms.SHARED:
+    if name in (algorithms.SHARED, algorithms.HIERARCHICAL):
         return
     if name != algorithms.NATIVE:
         algorithms.get(name).program(collective, nranks, rank)

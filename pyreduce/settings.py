@@ -10,7 +10,12 @@ PYREDUCE_TIMEOUT            seconds a call may wait; 0 or unset: for ever       
 PYREDUCE_WARN_SECONDS       a wait without a timeout logs who is missing after so long          60
 PYREDUCE_CHECK              ``light``, ``full`` or ``off``                                      light
 PYREDUCE_TRANSPORT          of windows and signals: ``shared`` (one node) or ``rma``            by placement
+PYREDUCE_NODES              nodes to take instead of those there are, for rehearsals on one     none
+                            machine (`pyreduce.topology.virtual_nodes`)
 PYREDUCE_ARENA_BYTES        memory of a rank that ``shared`` works in                           1 MiB
+PYREDUCE_TRACE              directory for what each rank did (`pyreduce.trace`); ranks may      none
+                            differ in it
+PYREDUCE_PROFILE            the file of measured times to choose by, or ``none``                see `profiles`
 ==========================  ==================================================================  ==============
 """
 
@@ -19,7 +24,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-__all__ = ["ARENA_BYTES", "CHECKS", "TRANSPORTS", "Settings", "read_settings"]
+__all__ = ["ARENA_BYTES", "CHECKS", "TRANSPORTS", "Settings", "read_settings", "trace_directory"]
 
 CHECKS = ("light", "full", "off")
 TRANSPORTS = ("shared", "rma")
@@ -30,7 +35,10 @@ ARENA_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a communicator works with; all ranks must have the same of everything but the two times."""
+    """What a communicator works with; all ranks must have the same of everything but the two times.
+
+    `profile` is the digest of the profile in use (`pyreduce.profiles`), known when the nodes are.
+    """
 
     segment_bytes: int
     in_flight: int
@@ -40,6 +48,8 @@ class Settings:
     warn_seconds: float
     transport: str | None = None
     arena_bytes: int = ARENA_BYTES
+    profile: str = "none"
+    nodes: str | None = None
 
 
 def _integer(name: str, given: int | None, variable: str, default: int, low: int, high: int) -> int:
@@ -67,6 +77,12 @@ def check_seconds(name: str, value: object) -> float:
     return seconds
 
 
+def trace_directory(given: str | os.PathLike[str] | None) -> str | None:
+    """Where to write a trace, if anywhere; an empty path turns off what the environment says. Ranks may differ."""
+    directory = os.environ.get("PYREDUCE_TRACE") if given is None else os.fspath(given)
+    return directory or None
+
+
 def read_settings(
     *,
     segment_bytes: int | None = None,
@@ -77,6 +93,7 @@ def read_settings(
     warn_seconds: float | None = None,
     transport: str | None = None,
     arena_bytes: int | None = None,
+    nodes: str | None = None,
 ) -> Settings:
     """Settings from arguments, where given, else from the environment, else the defaults of this module."""
     check = check if check is not None else os.environ.get("PYREDUCE_CHECK") or "light"
@@ -102,4 +119,5 @@ def read_settings(
         warn_seconds,
         transport,
         _integer("arena_bytes", arena_bytes, "PYREDUCE_ARENA_BYTES", ARENA_BYTES, 1 << 13, 1 << 40),
+        nodes=nodes if nodes is not None else os.environ.get("PYREDUCE_NODES") or None,
     )

@@ -82,22 +82,24 @@ class Topology:
         return f"{self.nnodes} nodes: {', '.join(told)} ranks"
 
 
-def virtual_nodes(text: str, nranks: int) -> Topology:
+def virtual_nodes(text: str, nranks: int, source: str = "PYREDUCE_NODES") -> Topology:
     """The nodes that ``PYREDUCE_NODES`` asks for.
 
     Parameters
     ----------
     text : str
         ``"2"``: so many nodes, ranks placed node by node as evenly as it goes; ``"4x2"``: 4 nodes of 2 ranks, placed
-        node by node; ``"0,1,0,1"``: the node of every rank; ``"3+5"``: a node of the first 3 ranks and one of the next 5.
+        node by node; ``"0,1,0,1"``: the node of every rank; ``"3+5"``: a node of the first 3 ranks, and one of 5.
     nranks : int
+    source : str
+        Where the text comes from, for messages.
 
     Raises
     ------
     ValueError
         It is none of these, or does not fit the number of ranks.
     """
-    fault = f"PYREDUCE_NODES is {text!r}, "
+    fault = f"{source} is {text!r}, "
     try:
         if "," in text:
             names = [int(name) for name in text.split(",")]

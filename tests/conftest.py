@@ -40,6 +40,7 @@ CHOSEN = ("PYREDUCE_ISA", "PYREDUCE_TRANSPORT")  # settings that a whole run of 
 for variable in [name for name in os.environ if name.startswith("PYREDUCE_") and name not in CHOSEN]:
     del os.environ[variable]
 os.environ["PYREDUCE_TIMEOUT"] = str(CALL_SECONDS)
+os.environ["PYREDUCE_PROFILE"] = "none"  # whoever tests here may have tuned
 # MPICH's UCX complains at the end of the windows of communicators that tests have broken, which are never freed.
 os.environ.setdefault("UCX_LOG_LEVEL", "error")
 

@@ -11,15 +11,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import pytest
 from test_ops import DEFINED, REFUSED, as_dtype, make_inputs, oracle
 from test_ops import assert_same as explain_difference
 
 import pyreduce as pr
 from pyreduce import algorithms, ops
+from pyreduce.algorithms.hierarchical import inner_algorithm, lay_out
 from pyreduce.blocks import offsets, partition
 from pyreduce.selection import choose
+from pyreduce.topology import Topology
 from pyreduce.verify import Symbol, verify
 
 __all__ = [
@@ -48,7 +52,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ["naive", "ring", "mesh", "shared", "native", None]
+ALGORITHMS = ["naive", "ring", "circulant", "pairwise", "mesh", "shared", "hierarchical", "native", None]
+HOP_BY_HOP = ["ring", "circulant", "recursive_doubling"]  # where narrow floats are rounded after every operation
 REDUCTIONS = ["reduce_scatter", "allreduce"]
 COLLECTIVES = [*REDUCTIONS, "allgather"]
 MODES = ["given", "allocated", "in place", "in place as MPI says it", "same array twice"]
@@ -60,6 +65,7 @@ def clean_environment() -> dict[str, str]:
     """The environment without what launchers and settings leave there, for programs that run on their own."""
     launchers = ("PMI", "OMPI_", "PMIX_", "PRTE_", "HYD", "MPI_", "I_MPI_", "PYREDUCE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    kept["PYREDUCE_PROFILE"] = "none"
     kept["PYTHONPATH"] = os.pathsep.join([str(Path(pr.__file__).parent.parent), kept.get("PYTHONPATH", "")])
     return kept
 
@@ -152,13 +158,13 @@ class Guarded:
 @functools.lru_cache(maxsize=256)
 def expect_of(
     algorithm: str, collective: str, op: str, dtype: str, shape: tuple[int, ...], nranks: int, seed: int,
-    shares: tuple[int, ...],
+    shares: tuple[int, ...], topology: Topology | None = None,
 ) -> np.ndarray:  # fmt: skip
     """`expect` for the inputs of `everybody`; for an allgather its result."""
     inputs = everybody(dtype, shape, nranks, seed)
     if collective == "allgather":
         return np.concatenate([x[o : o + n] for x, o, n in zip(inputs, offsets(shares), shares, strict=True)])
-    return expect(algorithm, collective, op, inputs, shares)
+    return expect(algorithm, collective, op, inputs, shares, topology)
 
 
 @functools.cache
@@ -171,18 +177,75 @@ def fold_symbol(op: str, symbol: Symbol, values: Sequence[np.ndarray], hop_by_ho
     """Fold in the order a symbol says; `hop_by_hop` rounds narrow floats after each operation, not only at the end."""
     if isinstance(symbol, int):
         return values[symbol]
+    if op == "AVG" and any(isinstance(member, tuple) for member in symbol):
+        return mean(fold_symbol("SUM", symbol, widen(values), hop_by_hop), len(values), values[0].dtype)
     operands = [fold_symbol(op, member, values, hop_by_hop) for member in symbol]
     if op == "AVG" or not hop_by_hop:
         return oracle(op, operands)
     return functools.reduce(lambda a, b: oracle(op, [a, b]), operands)
 
 
-def resolve(algorithm: str | None, collective: str, op: str, x: np.ndarray, nranks: int) -> str:
+def widen(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a mean is folded in: float32 for 16-bit floats."""
+    return [x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in values]
+
+
+def mean(total: np.ndarray, nranks: int, dtype: np.dtype) -> np.ndarray:
+    """Divide a sum, once."""
+    parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
+    return (parts / parts.dtype.type(nranks)).view(total.dtype).astype(dtype)
+
+
+def resolve(
+    algorithm: str | None, collective: str, op: str, x: np.ndarray, topology: Topology, deterministic: bool
+) -> str:
     """The algorithm that a call runs which names `algorithm`."""
     if algorithm is not None:
         return algorithm
     resolved = None if collective == "allgather" else ops.OPS[op]
-    return choose(collective, x.nbytes, nranks, resolved, x.dtype, False)[0]
+    return choose(collective, x.nbytes, topology, resolved, x.dtype, deterministic)[0]
+
+
+_topologies: WeakKeyDictionary[Any, Topology] = WeakKeyDictionary()
+
+
+def topology_of(c: Any) -> Topology:
+    """The nodes of a communicator; collective the first time."""
+    if c not in _topologies:
+        _topologies[c] = c._plans._virtual or find_nodes(c._comm)
+    return _topologies[c]
+
+
+def find_nodes(comm: Any) -> Topology:
+    """Which ranks share a node, by the MPI."""
+    node = comm.Split_type(sys.modules["mpi4py.MPI"].COMM_TYPE_SHARED)
+    leader = node.bcast(comm.rank)
+    node.Free()
+    return Topology.of(comm.allgather(leader))
+
+
+def expect_between_nodes(
+    collective: str, op: str, flat: Sequence[np.ndarray], counts: Sequence[int], topology: Topology
+) -> np.ndarray:
+    """What hierarchical must give: the sum of every node in rank order, then the order of the program between them.
+
+    `flat` are the vectors, in one dimension; `counts` the elements of every block.
+    """
+    layout = lay_out(collective, counts, topology)
+    values, step = (widen(flat), "SUM") if op == "AVG" else (flat, op)
+    itemsize = values[0].dtype.itemsize
+    nbytes = max(sum(layout.length(lane, j) for j in range(topology.nnodes)) for lane in range(layout.lanes)) * itemsize
+    orders = fold_orders(inner_algorithm(collective, topology.nnodes, nbytes), collective, topology.nnodes)
+    whole = np.empty(sum(counts), values[0].dtype)
+    for units in layout.units:
+        for order, unit in zip(orders, units, strict=True):
+            for start, count in unit:
+                parts = [x[start : start + count] for x in values]
+                sums = [
+                    fold_symbol(step, ranks if len(ranks) > 1 else ranks[0], parts, False) for ranks in topology.nodes
+                ]
+                whole[start : start + count] = fold_symbol(step, order, sums, True)
+    return mean(whole, topology.nranks, flat[0].dtype) if op == "AVG" else whole
 
 
 def serves(algorithm: str | None, op: str, dtype: str) -> bool:
@@ -197,7 +260,12 @@ def serves(algorithm: str | None, op: str, dtype: str) -> bool:
 
 
 def expect(
-    algorithm: str, collective: str, op: str, inputs: Sequence[np.ndarray], counts: Sequence[int] | None = None
+    algorithm: str,
+    collective: str,
+    op: str,
+    inputs: Sequence[np.ndarray],
+    counts: Sequence[int] | None = None,
+    topology: Topology | None = None,
 ) -> np.ndarray:
     """The whole reduction, all blocks of it, in the fold order of the algorithm (rank order for `native`).
 
@@ -212,10 +280,16 @@ def expect(
     else:
         flat = list(inputs)
         counts = partition(len(flat[0]), nranks) if counts is None else counts
+    if algorithm == "hierarchical":
+        row = int(np.prod(flat[0].shape[1:]))
+        elements = [count * row for count in counts]
+        nodes = topology or Topology.one_node(nranks)
+        whole = expect_between_nodes(collective, op, [x.reshape(-1) for x in flat], elements, nodes)
+        return whole.reshape(inputs[0].shape)
     orders = fold_orders("naive" if algorithm in ("native", "shared") else algorithm, collective, nranks)
     pieces = []
     for order, start, count in zip(orders, offsets(counts), counts, strict=True):
-        pieces.append(fold_symbol(op, order, [x[start : start + count] for x in flat], algorithm == "ring"))
+        pieces.append(fold_symbol(op, order, [x[start : start + count] for x in flat], algorithm in HOP_BY_HOP))
     whole = np.concatenate(pieces)
     return whole.reshape(inputs[0].shape) if collective == "allreduce" else whole
 
@@ -299,8 +373,11 @@ def run_checked(
     shares = partition(rows, nranks) if counts is None else tuple(counts)
     start, own = offsets(shares)[rank], shares[rank]
     inputs = everybody(dtype, (rows, *row_shape), nranks, seed)
-    name = resolve(algorithm, collective, op, inputs[0], nranks)
-    whole = expect_of(name, collective, op, dtype, (rows, *row_shape), nranks, seed, shares)
+    topology = topology_of(c)
+    if algorithm == "shared" and topology.nnodes > 1:
+        pytest.skip("shared serves one node")
+    name = resolve(algorithm, collective, op, inputs[0], topology, c._plans.deterministic)
+    whole = expect_of(name, collective, op, dtype, (rows, *row_shape), nranks, seed, shares, topology)
     mine = slice(start, start + own) if collective == "reduce_scatter" else slice(None)
     contributions = [whole] if collective == "allgather" else [x[mine] for x in inputs]
     given = inputs[rank][start : start + own] if collective == "allgather" else inputs[rank]

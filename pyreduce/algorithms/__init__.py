@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import lru_cache
 
+from pyreduce.algorithms.circulant import circulant, pairwise
 from pyreduce.algorithms.mesh import mesh
 from pyreduce.algorithms.naive import naive
+from pyreduce.algorithms.recursive_doubling import recursive_doubling
 from pyreduce.algorithms.ring import ring
 from pyreduce.programs import Program, RoundsFunction, build
 from pyreduce.verify import verify, verify_all
 
 __all__ = [
+    "HIERARCHICAL",
     "NATIVE",
     "SHARED",
     "Algorithm",
@@ -26,14 +29,16 @@ __all__ = [
     "get",
     "has_no_program",
     "names",
+    "program",
     "register_algorithm",
     "registrations",
 ]
 
-NATIVE, SHARED = "native", "shared"
+NATIVE, SHARED, HIERARCHICAL = "native", "shared", "hierarchical"
 NO_PROGRAM = {
     NATIVE: "the MPI's own collective",
     SHARED: "the shared-memory engine (csrc/shared_engine.c)",
+    HIERARCHICAL: "the shared-memory engine within nodes, and another algorithm between them",
 }
 VERIFIED_UP_TO = 16
 
@@ -97,6 +102,9 @@ def _symmetric(algorithm: Algorithm, collective: str, nranks: int) -> tuple[int,
 _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
     "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
+    "circulant": Algorithm("circulant", circulant, rank_order=False, trusted=True),
+    "pairwise": Algorithm("pairwise", pairwise, rank_order=True, trusted=True),
+    "recursive_doubling": Algorithm("recursive_doubling", recursive_doubling, rank_order=False, trusted=True),
     "mesh": Algorithm("mesh", mesh, rank_order=True, trusted=True),
 }
 
@@ -111,7 +119,7 @@ def registrations() -> int:
 
 def names() -> list[str]:
     """Names that ``algorithm=`` takes."""
-    return [*_ALGORITHMS, SHARED, NATIVE]
+    return [*_ALGORITHMS, SHARED, HIERARCHICAL, NATIVE]
 
 
 def has_no_program(name: str) -> bool:
@@ -121,7 +129,7 @@ def has_no_program(name: str) -> bool:
 
 def folds_in_rank_order(name: str) -> bool:
     """Whether every block is folded in rank order 0, 1, ..., P-1, whatever the sizes."""
-    return name == SHARED or (name != NATIVE and get(name).rank_order)
+    return name == SHARED or (name not in NO_PROGRAM and get(name).rank_order)
 
 
 def get(name: str) -> Algorithm:
@@ -138,6 +146,11 @@ def get(name: str) -> Algorithm:
         if isinstance(name, str) and name in NO_PROGRAM:
             raise ValueError(f"{name} is {NO_PROGRAM[name]}: it has no program to look at") from None
         raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(names())}") from None
+
+
+def program(name: str, collective: str, nranks: int, rank: int) -> Program:
+    """The program of one rank by an algorithm of that name; `ValueError` or `Unsupported` if there is none."""
+    return get(name).program(collective, nranks, rank)
 
 
 def register_algorithm(

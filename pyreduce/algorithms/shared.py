@@ -18,6 +18,7 @@ uses the data. A rank that has given up spoils its own digest, so that one who c
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -59,9 +60,11 @@ class Engine:
     nranks, rank : int
     looks : int
         How often a waiting loop looks before it yields its core.
+    counted : bool
+        Keep the counts of plans that are gone.
     """
 
-    def __init__(self, region: Region, nranks: int, rank: int, looks: int) -> None:
+    def __init__(self, region: Region, nranks: int, rank: int, looks: int, counted: bool = True) -> None:
         self.region = region
         self.nranks = nranks
         self.rank = rank
@@ -73,8 +76,13 @@ class Engine:
         self.handle: Any = ffi.gc(handle, lib.pr_shared_close)
         self._missing: Any = ffi.new("unsigned char[]", nranks)
         self.plans: WeakValueDictionary[int, SharedPlan] = WeakValueDictionary()  # by address
-        self.retired: list[tuple[SharedCounts, int, float]] = []  # counts of plans that are gone
-        self.holds_peers = slot // max(nranks - 1, 1) >= LEAST_SHARE
+        # Counts of plans that are gone; not of an engine that works for somebody who counts for himself.
+        self.retired: deque[tuple[SharedCounts, int, float]] = deque(maxlen=None if counted else 0)
+        self._slot = slot
+
+    def holds(self, nranks: int) -> bool:
+        """Whether the arena is large enough for so many ranks."""
+        return self._slot // max(nranks - 1, 1) >= LEAST_SHARE
 
     def know_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Inputs that lie in these are read in place by peers; the same on all ranks, between two calls."""
@@ -222,10 +230,18 @@ class SharedExecution:
         """Do what can be done; True when done."""
         return self._done or self._note(lib.pr_shared_advance(self._handle, 0))
 
-    def linger(self) -> None:
+    def linger(self, nanoseconds: int = LINGER_NS) -> None:
         """Wait a little for peers, giving way."""
         if not self._done and not self.mismatched:
-            self._note(lib.pr_shared_advance(self._handle, LINGER_NS))
+            self._note(lib.pr_shared_advance(self._handle, nanoseconds))
+
+    def waited_seconds(self) -> float:
+        """Seconds in which calls of this plan could only wait."""
+        return int(lib.pr_shared_plan_waited(self._plan.handle)) * 1e-9
+
+    def sample(self) -> tuple[int, ...]:
+        """Peers that are waited for."""
+        return tuple(self._plan.engine.missing())
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that are waited for, and the piece."""
@@ -241,8 +257,10 @@ def cache_bytes() -> int:
     return cache if cache > 0 else 32 << 20
 
 
-def open_engine(arena: Arena, nbytes: int, call: Call, nranks: int, timeout: float | None) -> Engine:
-    """Make the engine of a communicator; collective.
+def open_engine(
+    arena: Arena, nbytes: int, call: Call, ranks: Sequence[int], timeout: float | None, counted: bool = True
+) -> Engine:
+    """Make the engine of some ranks of a communicator, one's own among them; collective.
 
     Raises
     ------
@@ -251,4 +269,4 @@ def open_engine(arena: Arena, nbytes: int, call: Call, nranks: int, timeout: flo
     MismatchError, CollectiveTimeout, BrokenCommunicatorError
     """
     region = arena.allocate(nbytes, call, timeout)
-    return Engine(region, nranks, call.rank, arena.looks)
+    return Engine(region, len(ranks), ranks.index(call.rank), arena.looks, counted)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import pyreduce as pr
-from pyreduce import algorithms, selection
+from pyreduce import algorithms
 from pyreduce.bench import values
 from pyreduce.bench.cases import Buffers, Call, Case, Problem, bus_factor
 from pyreduce.bench.options import AUTO, Options, as_dtype
@@ -98,6 +98,8 @@ class Contender:
     ----------
     given : ndarray
         What this rank puts in, a copy that no call sees.
+    runs : str
+        The algorithms that the calls ran by.
     """
 
     algorithm: str
@@ -109,6 +111,7 @@ class Contender:
     calls: Sequence[Call] = ()
     wrong: int | None = None
     trouble: Trouble | None = None
+    runs: str = ""
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -215,7 +218,7 @@ class Bench:
 
     def _check(self, contender: Contender, expected: NDArray[Any]) -> None:
         """Make every call once, and count what is wrong on all ranks."""
-        wrong = 0
+        wrong, before = 0, self._count_calls(contender)
         for pair, call in zip(contender.buffers, contender.calls, strict=True):
             _spoil(contender, pair, expected)
             _, trouble = self._attempt(call)
@@ -224,6 +227,14 @@ class Bench:
                 return self._start_afresh(trouble)
             wrong += _count_wrong(contender, pair, expected)
         contender.wrong = (contender.wrong or 0) + self.comm.allreduce(wrong)
+        ran = [name for key, calls in self._count_calls(contender).items() if calls > before.get(key, 0)
+               for name in key[1:]]  # fmt: skip
+        contender.runs = ",".join(dict.fromkeys(ran))
+
+    def _count_calls(self, contender: Contender) -> dict[tuple[str, str], int]:
+        """Calls so far of what the contender consists of, by collective and algorithm."""
+        parts = {name for name, _ in contender.case.parts(contender.problem)}
+        return {key: stats.calls for key, stats in self.pyreduce.stats.items() if key[0] in parts}
 
     def _start_afresh(self, trouble: Trouble) -> None:
         """After a failure the communicator may be broken: go on with another."""
@@ -287,7 +298,7 @@ def _rows(contenders: Sequence[Contender], case: Case, problem: Problem) -> list
     cells = {(one.algorithm, one.in_place): _cell(one, native[one.in_place]) for one in contenders}
     rows = []
     for name in dict.fromkeys(one.algorithm for one in contenders):
-        runs = _chosen(case, problem) if name == AUTO else name
+        runs = next(one.runs for one in contenders if one.algorithm == name) or name
         in_place = cells.get((name, True), Cell())
         rows.append(Row(case.name, problem.nbytes, name, runs, cells[name, False], in_place))
     return rows
@@ -297,15 +308,6 @@ def _describe(error: Exception) -> Trouble:
     if isinstance(error, pr.Unsupported):
         return Trouble(str(error), refused=True)
     return Trouble(f"{type(error).__name__}: {error}")
-
-
-def _chosen(case: Case, problem: Problem) -> str:
-    """What the library runs when the caller names no algorithm."""
-    chosen = []
-    for name, part in case.parts(problem):
-        op = None if name == "allgather" else part.op
-        chosen.append(selection.choose(name, part.nbytes, part.nranks, op, part.dtype, False)[0])
-    return ",".join(dict.fromkeys(chosen))
 
 
 def _prepare(case: Case, problem: Problem, pairs: int) -> tuple[list[Buffers], NDArray[Any], NDArray[Any]]:
