@@ -72,6 +72,7 @@ __all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "Tags"]
 
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
+APART_BYTES = 16 << 10  # larger pieces of a message are messages of their own
 LANE_BITS, NUMBER_BITS = 3, 5
 NO_NUMBER = (1 << NUMBER_BITS) - 1  # calls are numbered modulo this
 NOTICE_TAG = 0
@@ -139,16 +140,19 @@ def _count_spent(program: Program) -> list[tuple[int, int]]:
 class Where:
     """A place, compiled: its space and, for every block, the byte offset and the number of elements.
 
-    In a call of a single segment, `whole` is (offset, bytes) of the place if it is in one piece.
+    In a call of a single segment, `whole` is (offset, bytes) of the place if it is in one piece; `message` if it also
+    travels in one.
     """
 
-    __slots__ = ("blocks", "space", "whole")
+    __slots__ = ("blocks", "message", "space", "whole")
 
     def __init__(self, space: int, blocks: tuple[tuple[int, int], ...], itemsize: int, single: bool) -> None:
         self.space = space
         self.blocks = blocks
-        joined = _join([(o, n * itemsize) for o, n in blocks if n]) if single else []
+        pieces = [(o, n * itemsize) for o, n in blocks if n]
+        joined = _join(pieces) if single else []
         self.whole: Fragment | None = joined[0] if len(joined) == 1 else None
+        self.message = None if _travel_apart(pieces) else self.whole
 
 
 class Plan:
@@ -401,18 +405,23 @@ class Plan:
     def messages(self, where: Where, bases: Sequence[int], segment: int) -> list[Any]:
         """What to hand to MPI for a place: one buffer a message.
 
-        Messages are cut by the sizes of the pieces alone, which both sides know; a message whose pieces lie apart
-        travels as a derived datatype. Nothing to move in the first segment is still a message.
+        Messages are cut by the sizes of the pieces alone, which both sides know: pieces that are not small travel apart;
+        small ones together, as a derived datatype if they lie apart. Nothing to move in the first segment is still a
+        message.
         """
-        if where.whole is not None and where.whole[1] <= self.limit:
-            offset, nbytes = where.whole
+        if where.message is not None and where.message[1] <= self.limit:
+            offset, nbytes = where.message
             return [MPI.buffer.fromaddress(bases[where.space] + offset, nbytes)]
         pieces = self.pieces(where, bases, segment)
         if not pieces:
             return [[None, 0, MPI.BYTE]] if segment == 0 else []
+        apart = _travel_apart(pieces)
         cut: list[list[Fragment]] = [[]]
         room = self.limit
         for address, nbytes in pieces:
+            if apart and cut[-1]:
+                cut.append([])
+                room = self.limit
             while nbytes:
                 if room == 0:
                     cut.append([])
@@ -768,6 +777,11 @@ def _rows(
         return
     for target, *rest in zip(*(plan.pieces(where, bases, segment) for where in (dst, *srcs)), strict=True):
         yield target[1], target[0], [source for source, _ in rest]
+
+
+def _travel_apart(pieces: Sequence[Fragment]) -> bool:
+    """Whether a place's pieces are messages of their own: what an MPI packs for a derived datatype it copies twice."""
+    return len(pieces) > 1 and max(nbytes for _, nbytes in pieces) >= APART_BYTES
 
 
 def _join(fragments: Sequence[Fragment]) -> list[Fragment]:

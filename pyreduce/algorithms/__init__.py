@@ -13,6 +13,7 @@ from dataclasses import replace as changed
 from functools import lru_cache
 
 from pyreduce.algorithms.circulant import circulant, pairwise
+from pyreduce.algorithms.direct import direct
 from pyreduce.algorithms.mesh import mesh
 from pyreduce.algorithms.naive import naive
 from pyreduce.algorithms.recursive_doubling import recursive_doubling
@@ -102,6 +103,7 @@ def _symmetric(algorithm: Algorithm, collective: str, nranks: int) -> tuple[int,
 _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
     "ring": Algorithm("ring", ring, rank_order=False, trusted=True),
+    "direct": Algorithm("direct", direct, rank_order=True, trusted=True),
     "circulant": Algorithm("circulant", circulant, rank_order=False, trusted=True),
     "pairwise": Algorithm("pairwise", pairwise, rank_order=True, trusted=True),
     "recursive_doubling": Algorithm("recursive_doubling", recursive_doubling, rank_order=False, trusted=True),
