@@ -68,7 +68,7 @@ from pyreduce.programs import (
 from pyreduce.trace import Shape, Trace
 from pyreduce.transports import Chunk
 
-__all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "Tags"]
+__all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "ShortExecution", "Tags"]
 
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
@@ -91,6 +91,11 @@ FOLD, COPY, PUT, GET, NOTIFY = range(5)
 Fragment = tuple[int, int]  # address, bytes
 Local = tuple[int, int, Any, Any]  # kind, peer, and for data target and sources, for a notify cell and value
 Round = tuple[list[Any], list[Any], list[Local], list[tuple[int, int]]]  # receives, sends, the rest, waits
+ShortMessage = tuple[int, int, tuple[Fragment, ...]]  # peer, space, and what of it; nothing: an empty message
+ShortWork = tuple[
+    int, int, int, int, tuple[tuple[int, int], ...]
+]  # kind, bytes, then space and offset: target, sources
+ShortRound = tuple[tuple[ShortMessage, ...], tuple[ShortMessage, ...], tuple[ShortWork, ...]]
 
 
 class Tags:
@@ -211,10 +216,16 @@ class Plan:
         self._cut(call, in_window)
         self._lay_out(program, call, in_window)
         self.rounds: list[Round] = []
+        self.short: tuple[ShortRound, ...] | None = None  # what `ShortExecution` runs
         self.shared: bool | None = None
         self.credit = 0  # what a credit of this call is worth
         if not self.one_sided:
             self._compile_rounds()
+            if self.segments == 1:
+                self.short = tuple(self._shorten(steps) for steps in self.rounds)
+                received = sum(n for recvs, _, _ in self.short for _, _, cut in recvs for _, n in cut)
+                sent = sum(n for _, sends, _ in self.short for _, _, cut in sends for _, n in cut)
+                self.short_bytes = sent, received
         self.talking = program.cost().rounds
         self.bytes_put, self.bytes_got = self._count_bytes(Put), self._count_bytes(Get)
         self.result: list[Where] = []
@@ -338,6 +349,25 @@ class Plan:
                 local.append((NOTIFY, step.peer, step.cell, step.value))
         return recvs, sends, local, waits
 
+    def _shorten(self, steps: Round) -> ShortRound:
+        """A round of a call in one segment, with all that does not depend on where the data lie worked out."""
+        recvs, sends, local, _ = steps
+        nowhere = [0] * (len(SPACES) + 1)
+
+        def messages(named: Sequence[Any]) -> tuple[ShortMessage, ...]:
+            return tuple(
+                (peer, where.space, tuple(cut))
+                for peer, where in named
+                for cut in self._cut_messages(where, nowhere, 0)
+            )
+
+        work = tuple(
+            (kind, nbytes, dst.space, target, tuple((src.space, at) for src, at in zip(srcs, sources, strict=True)))
+            for kind, _, dst, srcs in local
+            for nbytes, target, sources in _rows(self, dst, srcs, nowhere, 0)
+        )
+        return messages(recvs), messages(sends), work
+
     def _only_read_next(self, get: Get, number: int, at: int) -> bool:
         """Whether what step `at` of round `number` gets into scratch may be read where it lies instead.
 
@@ -371,7 +401,7 @@ class Plan:
         tag: int,
         room: Room | None = None,
         trace: Trace | None = None,
-    ) -> Execution:
+    ) -> Execution | ShortExecution:
         """Begin: post the first round of the first segments.
 
         Parameters
@@ -388,6 +418,8 @@ class Plan:
         """
         if trace is not None:
             return TracedExecution(self, comm, bases, tag, room, trace)
+        if self.short is not None:
+            return ShortExecution(self, comm, bases, tag)
         return Execution(self, comm, bases, tag, room)
 
     def pieces(self, where: Where, bases: Sequence[int], segment: int) -> list[Fragment]:
@@ -405,16 +437,20 @@ class Plan:
     def messages(self, where: Where, bases: Sequence[int], segment: int) -> list[Any]:
         """What to hand to MPI for a place: one buffer a message.
 
-        Messages are cut by the sizes of the pieces alone, which both sides know: pieces that are not small travel apart;
-        small ones together, as a derived datatype if they lie apart. Nothing to move in the first segment is still a
-        message.
+        Messages are cut by the sizes of the pieces alone, which both sides know: pieces that are not small travel
+        apart; small ones together, as a derived datatype if they lie apart. Nothing to move in the first segment is
+        still a message.
         """
         if where.message is not None and where.message[1] <= self.limit:
             offset, nbytes = where.message
             return [MPI.buffer.fromaddress(bases[where.space] + offset, nbytes)]
+        return [_buffer(fragments) for fragments in self._cut_messages(where, bases, segment)]
+
+    def _cut_messages(self, where: Where, bases: Sequence[int], segment: int) -> list[list[Fragment]]:
+        """The messages of a place, each by what it is made of."""
         pieces = self.pieces(where, bases, segment)
         if not pieces:
-            return [[None, 0, MPI.BYTE]] if segment == 0 else []
+            return [[]] if segment == 0 else []
         apart = _travel_apart(pieces)
         cut: list[list[Fragment]] = [[]]
         room = self.limit
@@ -429,7 +465,7 @@ class Plan:
                 taken = min(nbytes, room)
                 cut[-1].append((address, taken))
                 address, nbytes, room = address + taken, nbytes - taken, room - taken
-        return [_buffer(fragments) for fragments in cut]
+        return [_join(fragments) for fragments in cut]
 
 
 class Turn:
@@ -729,6 +765,97 @@ class Execution:
                 ops.divide(plan.kernel[1], nbytes // plan.itemsize, address, address, plan.divisor)
 
 
+class ShortExecution:
+    """A call of messages in one segment under way: the same as `Execution` with less to look at, for small calls.
+
+    A round's work begins when its sends are done as well, not only its receives.
+    """
+
+    __slots__ = ("_bases", "_comm", "_number", "_plan", "_requests", "_tag", "moves", "received", "sent")
+
+    mismatched = ""
+    waited_seconds = None
+
+    def __init__(self, plan: Plan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> None:
+        self._plan = plan
+        self._comm = comm
+        self._bases = bases
+        self._tag = tag
+        self._number = self.moves = 0
+        self.sent, self.received = plan.short_bytes
+        self._requests = self._post() if plan.short else []
+
+    @property
+    def talking(self) -> int:
+        """Rounds of messages."""
+        return self._plan.talking
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; True when the whole call is done on this rank."""
+        plan, bases = self._plan, self._bases
+        rounds = plan.short
+        assert rounds is not None
+        while self._number < len(rounds):
+            if self._requests and not _all_done(self._requests):
+                return False
+            for kind, nbytes, space, offset, srcs in rounds[self._number][2]:
+                sources = [bases[where] + at for where, at in srcs]
+                target = bases[space] + offset
+                if kind == FOLD:
+                    ops.fold(plan.kernel, nbytes // plan.itemsize, target, sources)
+                elif target != sources[0]:
+                    ops.copy(nbytes, target, sources[0])
+            self._number += 1
+            self.moves += 1
+            if self._number < len(rounds):
+                self._requests = self._post()
+            else:
+                for where in plan.result:
+                    for target, nbytes in plan.pieces(where, bases, 0):
+                        ops.divide(plan.kernel[1], nbytes // plan.itemsize, target, target, plan.divisor)
+        return True
+
+    def _post(self) -> list[Any]:
+        """Begin a round's messages."""
+        plan, comm = self._plan, self._comm
+        if plan.kept is None:
+            return self._messages(comm.Irecv, comm.Isend, self._tag)
+        kept = plan.kept.get((0, self._number, True))
+        if kept is None:
+            made = self._messages(comm.Recv_init, comm.Send_init, Tags.without_number(self._tag))
+            kept = plan.kept[0, self._number, True] = made, 0
+        MPI.Prequest.Startall(kept[0])
+        return list(kept[0])
+
+    def _messages(self, receive: Any, send: Any, tag: int) -> list[Any]:
+        assert self._plan.short is not None
+        bases = self._bases
+        recvs, sends, _ = self._plan.short[self._number]
+        requests = []
+        for post, named in ((receive, recvs), (send, sends)):
+            for peer, space, fragments in named:
+                if len(fragments) == 1:
+                    offset, nbytes = fragments[0]
+                    requests.append(post(MPI.buffer.fromaddress(bases[space] + offset, nbytes), peer, tag))
+                else:
+                    message = _buffer([(bases[space] + offset, nbytes) for offset, nbytes in fragments])
+                    requests.append(post(message, peer, tag))
+                    _release(message)
+        return requests
+
+    def linger(self) -> None:
+        """Give way: ranks may outnumber cores."""
+        sched_yield()
+
+    def awaited(self) -> tuple[list[int], int]:
+        """Peers that are still to be heard from, and the round, from 1."""
+        rounds = self._plan.short
+        assert rounds is not None
+        if self._number == len(rounds):
+            return [], len(rounds)
+        return sorted({peer for peer, _, _ in rounds[self._number][0]}), self._number + 1
+
+
 class TracedExecution(Execution):
     """An execution that tells a trace when each lane was through with each round."""
 
@@ -795,10 +922,12 @@ def _join(fragments: Sequence[Fragment]) -> list[Fragment]:
 
 
 def _buffer(fragments: Sequence[Fragment]) -> Any:
-    joined = _join(fragments)
-    if len(joined) == 1:
-        return MPI.buffer.fromaddress(*joined[0])
-    scattered = MPI.BYTE.Create_hindexed([n for _, n in joined], [a for a, _ in joined]).Commit()
+    """What to hand to MPI for fragments that lie apart."""
+    if len(fragments) == 1:
+        return MPI.buffer.fromaddress(*fragments[0])
+    if not fragments:
+        return [None, 0, MPI.BYTE]
+    scattered = MPI.BYTE.Create_hindexed([n for _, n in fragments], [a for a, _ in fragments]).Commit()
     return [MPI.BOTTOM, 1, scattered]
 
 

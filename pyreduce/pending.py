@@ -36,7 +36,7 @@ from pyreduce.algorithms.shared import Engine, SharedCounts, SharedExecution, Sh
 from pyreduce.arguments import Arguments
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
-from pyreduce.execute import Execution, Plan, Room, Tags
+from pyreduce.execute import Execution, Plan, Room, ShortExecution, Tags
 from pyreduce.peers import Peers, Watch, log
 from pyreduce.settings import Settings
 from pyreduce.trace import Trace
@@ -154,7 +154,9 @@ class Operation:
         self.room = room
         self.number = self.tag = 0
         self.scratch: Array | None = None
-        self.started: Execution | NativeExecution | SharedExecution | HierarchicalExecution | None = None
+        self.started: Execution | ShortExecution | NativeExecution | SharedExecution | HierarchicalExecution | None = (
+            None
+        )
         self.watch: Watch | None = None
         self.waited = 0.0
         self.done = False

@@ -48,7 +48,7 @@ from pyreduce.programs import Program
 from pyreduce.topology import Topology
 
 if TYPE_CHECKING:  # so that explain can read this file where there is no MPI
-    from pyreduce.execute import Execution, Plan
+    from pyreduce.execute import Execution, Plan, ShortExecution
 
 __all__ = ["HierarchicalExecution", "HierarchicalPlan", "Layout", "lay_out"]
 
@@ -301,7 +301,7 @@ class HierarchicalExecution:
         self._parts = [scratch + at for at in plan.parts]
         self._at = 0  # in the schedule
         self._work: SharedExecution | None = None
-        self._sending: dict[int, Execution] = {}  # segments that are between nodes
+        self._sending: dict[int, Execution | ShortExecution] = {}  # segments that are between nodes
         self._ended: set[int] = set()  # segments for which that is done; they end in any order
         self._begun = 0
         self.mismatched = ""

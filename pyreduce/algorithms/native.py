@@ -29,7 +29,7 @@ from pyreduce import ops
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
 from pyreduce.errors import Unsupported
-from pyreduce.execute import Execution, Plan
+from pyreduce.execute import Execution, Plan, ShortExecution
 from pyreduce.programs import Place, Program, Recv, Send, Step
 
 __all__ = ["NativePlan", "agreement"]
@@ -77,7 +77,9 @@ class NativeExecution:
         self._plan = plan
         self._comm = comm
         self._bases = bases
-        self._agreement: Execution | None = plan.agreement.start(comm, bases, tag) if plan.agree else None
+        self._agreement: Execution | ShortExecution | None = (
+            plan.agreement.start(comm, bases, tag) if plan.agree else None
+        )
         self._request: MPI.Request | None = None
         self._done, self.mismatched = False, ""
         self.moves = self.sent = self.received = 0
