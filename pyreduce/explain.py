@@ -2,7 +2,7 @@
 
 Prints the rounds of every rank, which rank holds what after each round, the fold order of every block, and the cost.
 
-``python -m pyreduce.explain COLLECTIVE --why BYTES -n P --nodes FORM`` tells which algorithm runs there, and why.
+``python -m pyreduce.explain --why COLLECTIVE BYTES -n P --nodes FORM`` tells which algorithm runs there, and why.
 """
 
 from __future__ import annotations
@@ -451,24 +451,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pyreduce.explain", description="Explain an algorithm in words.")
     parser.add_argument("collective", choices=COLLECTIVES)
+    parser.add_argument("bytes", nargs="?", type=_parse_bytes, help="with --why: of the whole vector; 4096, 64K, 1M")
     parser.add_argument("--algorithm", "-a", metavar="A", help="default: ring")
     parser.add_argument("--load", metavar="FILE.py", help="run this file first, which registers algorithms of yours")
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
     parser.add_argument("--rank", type=int, action="append", metavar="R", help="print the rounds of this rank only")
     parser.add_argument("--mode", choices=MODES, help="of mesh: by hand, or the call on a window; and what differs")
     parser.add_argument(
-        "--why", type=_parse_bytes, metavar="S", help="tell which algorithm runs for a vector of S bytes, and why"
+        "--why", action="store_true", help="tell which algorithm runs for a vector of so many bytes, and why"
     )
     parser.add_argument(
         "--nodes", metavar="FORM", help="with --why: 2x4, 3+5, 0,1,0,1; default PYREDUCE_NODES, or one node"
     )
     parser.add_argument("--profile", metavar="FILE", help="with --why: choose by this one; default: the one in use")
     parser.add_argument("--mpi", metavar="NAME", help="with --why: a profile must be of this MPI: mpich, openmpi, ...")
-    options = parser.parse_args(argv)
-    if options.why is not None and options.algorithm:
+    options = parser.parse_intermixed_args(argv)
+    if options.why != (options.bytes is not None):
+        parser.error("--why needs bytes, and bytes are for --why: --why allreduce 64K")
+    if options.why and options.algorithm:
         parser.error("--why tells which algorithm would be chosen; leave out --algorithm")
     for name in ("nodes", "profile", "mpi"):
-        if getattr(options, name) is not None and options.why is None:
+        if getattr(options, name) is not None and not options.why:
             parser.error(f"--{name} is for --why")
     options.algorithm = options.algorithm or "ring"
     if options.mode and options.algorithm != "mesh":
@@ -482,10 +485,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.load:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
             runpy.run_path(options.load)
-        if options.why is not None:
+        if options.why:
             topology = _read_topology(options.nodes, options.ranks)
             shelf = profiles.Shelf(profiles.load(options.profile)) if options.profile else profiles.find(options.ranks)
-            lines = explain_choice(options.collective, options.why, topology, shelf, options.mpi)
+            lines = explain_choice(options.collective, options.bytes, topology, shelf, options.mpi)
         else:
             lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode)
         for line in lines:

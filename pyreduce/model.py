@@ -52,6 +52,13 @@ class Figures:
     native_bytes : float
         How much longer the MPI's own takes for the same bytes: 1/0.6 on hosts with links of 1 Gbit/s, where a plain
         ring takes 1/0.9 of the wire's time.
+    incast : float
+        What share longer a link takes for every further rank that sends to it at once.
+    changing : float
+        How much longer it takes if the peer changes from round to round, so that no stream gets into its stride: 3 to
+        15 % with 4 hosts at 1 Gbit/s.
+    call_hierarchical : float
+        What a call of ``hierarchical`` costs before anything moves.
     segment_bytes : int
         A block is moved in pieces of so many bytes, each with rounds of its own.
     """
@@ -69,6 +76,9 @@ class Figures:
     wait_shared: float = 0.3e-6
     native_call: float = 3e-6
     native_bytes: float = 1.5
+    incast: float = 0.015
+    changing: float = 1.05
+    call_hierarchical: float = 100e-6
     segment_bytes: int = 1 << 20
 
 
@@ -168,13 +178,24 @@ def _folded(collective: str, nbytes: float, nranks: int, figures: Figures) -> fl
 
 
 def _shifting(
-    rounds: Iterable[tuple[int, int]], collective: str, nbytes: float, topology: Topology, figures: Figures
+    rounds: Iterable[tuple[int, int]],
+    collective: str,
+    nbytes: float,
+    topology: Topology,
+    figures: Figures,
+    slower: float = 1.0,
 ) -> float:
-    """A program whose rounds are ``(shift, blocks)``: every rank r sends so many blocks to rank r + shift."""
+    """A program whose rounds are ``(shift, blocks)``: every rank r sends so many blocks to rank r + shift.
+
+    Between nodes its bytes take `slower` times as long.
+    """
+    if topology.nnodes == 1 or topology.nranks == 2:
+        slower = 1.0
     nranks, crossings = topology.nranks, _crossings_by_shift(topology)
     block, segments = nbytes / nranks, _segments(nbytes, nranks, figures)
     one_way = sum(
-        _wire(crossings[shift % nranks], blocks * block, figures) + segments * figures.round for shift, blocks in rounds
+        _wire(crossings[shift % nranks], slower * blocks * block, figures) + segments * figures.round
+        for shift, blocks in rounds
     )
     return figures.call + _phases(collective) * one_way + _folded(collective, nbytes, nranks, figures)
 
@@ -209,13 +230,30 @@ def _ring(collective: str, nbytes: int, topology: Topology, figures: Figures) ->
 
 def _circulant(collective: str, nbytes: int, topology: Topology, figures: Figures) -> float:
     """``ceil(log2 P) alpha + S (P-1)/P (beta + gamma)``: halving rounds, the first with half of the blocks."""
-    return _shifting(_halvings(topology.nranks), collective, nbytes, topology, figures)
+    return _shifting(_halvings(topology.nranks), collective, nbytes, topology, figures, figures.changing)
 
 
 def _pairwise(collective: str, nbytes: int, topology: Topology, figures: Figures) -> float:
     """``(P-1) alpha + S (P-1)/P (beta + gamma)``: in round i every rank sends one block to the rank i away."""
     rounds = ((shift, 1) for shift in range(1, topology.nranks))
-    return _shifting(rounds, collective, nbytes, topology, figures)
+    return _shifting(rounds, collective, nbytes, topology, figures, figures.changing)
+
+
+def _direct(collective: str, nbytes: int, topology: Topology, figures: Figures) -> float:
+    """``alpha + m (P-m) S/P beta + S (P-1)/P gamma`` with m ranks a node: pairwise in one round, P-1 messages a rank.
+
+    Where many send to one at once, some of it is dropped and sent again (`Figures.incast`).
+    """
+    nranks, block = topology.nranks, nbytes / topology.nranks
+    within = (nranks - 1) * block * figures.beta_node
+    if topology.nnodes == 1:
+        wire = figures.alpha_node + within
+    else:
+        pairs = max(len(ranks) * (nranks - len(ranks)) for ranks in topology.nodes)
+        crowd = 1 + figures.incast * (pairs - 1)
+        wire = figures.alpha + max(crowd * pairs * block * figures.beta, within)
+    rounds = _segments(nbytes, nranks, figures) * (figures.round + (nranks - 1) * figures.message)
+    return figures.call + _phases(collective) * (wire + rounds) + _folded(collective, nbytes, nranks, figures)
 
 
 def _recursive_doubling(collective: str, nbytes: int, topology: Topology, figures: Figures) -> float | None:
@@ -267,7 +305,7 @@ def _hierarchical(collective: str, nbytes: int, topology: Topology, figures: Fig
     within = {"reduce_scatter": ["reduce_scatter"], "allgather": ["allgather"]}.get(
         collective, ["reduce_scatter", "allgather"]
     )
-    seconds = figures.call + sum(_engine(part, nbytes, crowd, figures) for part in within)
+    seconds = figures.call_hierarchical + sum(_engine(part, nbytes, crowd, figures) for part in within)
     turns = _segments(nbytes / lanes, nnodes, figures) * figures.round
     between = _folded(collective, nbytes / lanes, nnodes, figures)
     for _, blocks in _halvings(nnodes):
@@ -306,6 +344,7 @@ def _native(collective: str, nbytes: int, topology: Topology, figures: Figures) 
 _FORMULAS: dict[str, Callable[[str, int, Topology, Figures], float | None]] = {
     "naive": _naive,
     "ring": _ring,
+    "direct": _direct,
     "circulant": _circulant,
     "pairwise": _pairwise,
     "recursive_doubling": _recursive_doubling,

@@ -40,7 +40,7 @@ def test_the_engine_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_would_be_chosen_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys, "allreduce", "--why", "1M", "-n", "4").splitlines()
+    lines = told(capsys, "--why", "allreduce", "1M", "-n", "4").splitlines()
     assert lines[0] == "allreduce of 1 MiB (float32, SUM), 1 node of 4 ranks"
     assert lines[1] == "  runs by             shared: one node: through shared memory, folded in rank order"
     assert lines[2].startswith("  deterministic=True  shared: ")
@@ -53,20 +53,20 @@ def test_what_would_be_chosen_on_one_node(capsys: pytest.CaptureFixture[str]) ->
 def test_what_would_be_chosen_between_nodes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = told(capsys, "allreduce", "--why", "64K", "-n", "4", "--nodes", "2x2")
+    text = told(capsys, "--why", "allreduce", "64K", "-n", "4", "--nodes", "2x2")
     assert text.startswith("allreduce of 64 KiB (float32, SUM), 2 nodes of 2 ranks\n")
     name, why = choose("allreduce", 65536, Topology.even(4, 2), ops.SUM, np.dtype(np.float32))
     assert f"  runs by             {name}: {why}\n" in text
     assert re.search(r"\n  shared +- +-   cannot serve: needs one node, here are 2 nodes of 2 ranks\n", text)
     monkeypatch.setenv("PYREDUCE_NODES", "0,1,0,1")
-    assert told(capsys, "allreduce", "--why", "64K", "-n", "4") != text
+    assert told(capsys, "--why", "allreduce", "64K", "-n", "4") != text
 
 
 def test_what_a_profile_chooses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     where = Where(4, "2x2", "mpich", "5.0.2", "0.1.0", "a machine")
     Profile(where, {"allreduce": [(8, {"ring": 1e-5, "naive": 2e-5})]}, "2026-01-31").save(path)
-    arguments = ("allreduce", "--why", "8", "-n", "4", "--profile", str(path))
+    arguments = ("--why", "allreduce", "8", "-n", "4", "--profile", str(path))
     lines = told(capsys, *arguments, "--nodes", "2x2").splitlines()
     assert lines[1] == "  runs by             ring: profile p.json: ring 10 us at 8 B, naive 20 us"
     assert lines[2] == "  deterministic=True  naive: profile p.json: naive 20 us at 8 B"
@@ -79,7 +79,7 @@ def test_what_a_profile_chooses(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "allgather", "--why", "8", "-n", "1")
+    text = told(capsys, "--why", "allgather", "8", "-n", "1")
     assert "  runs by             shared: one node: " in text
     assert "  no profile          one rank\n" in text
 
@@ -87,18 +87,20 @@ def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("size", ["1x", "-4", ""])
 def test_a_size_that_is_none(capsys: pytest.CaptureFixture[str], size: str) -> None:
     with pytest.raises(SystemExit):
-        main(["allreduce", f"--why={size}"])
+        main(["--why", "allreduce", f"{size}"])
     assert "no number of bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "fault"),
     [
-        (["--why", "8", "-a", "ring"], "leave out --algorithm"),
+        (["8", "--why", "-a", "ring"], "leave out --algorithm"),
         (["--nodes", "2x2"], "--nodes is for --why"),
+        (["--why"], "--why needs bytes"),
+        (["64K"], "bytes are for --why"),
         (["--profile", "p.json"], "--profile is for --why"),
-        (["--why", "8", "--nodes", "3x2"], "--nodes is '3x2', which is for 6 ranks; there are 4"),
-        (["--why", "8", "--profile", "gone.json"], "profile gone.json: there is no such file"),
+        (["8", "--why", "--nodes", "3x2"], "--nodes is '3x2', which is for 6 ranks; there are 4"),
+        (["8", "--why", "--profile", "gone.json"], "profile gone.json: there is no such file"),
     ],
 )
 def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], argv: list[str], fault: str) -> None:
