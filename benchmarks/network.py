@@ -16,7 +16,9 @@ bytes of a full Ethernet frame of TCP; if NETWORK_RATE is not known, what a larg
 The JSON keeps both. `sent` is what the busiest host really sent in one call, headers included, divided by what it must.
 
 Also measured, for those who predict: alpha, half a round trip of 8 bytes between two hosts; beta, seconds a byte of a
-large message; the same on one host; gamma, seconds a byte that pyreduce's fold of two takes, all ranks at once.
+large message; the same on one host; the two again while all ranks send around a ring (`alpha_busy`, `beta_busy`: hosts
+that are namespaces of one machine share its cores); gamma, seconds a byte that pyreduce's fold of two takes, all ranks
+at once. `benchmarks/validate.py` compares what the simulator makes of them with what was measured.
 """
 
 from __future__ import annotations
@@ -161,8 +163,21 @@ def measure_figures(comm: MPI.Intracomm, hosts: Sequence[int]) -> dict[str, floa
             alpha = time_messages(comm, peers[0], 8, 300)
             figures[f"alpha{suffix}"] = alpha
             figures[f"beta{suffix}"] = max(time_messages(comm, peers[0], LARGE, 7) - alpha, 0) / LARGE
+    figures["alpha_busy"] = alpha = time_shifts(comm, 8, 200)
+    figures["beta_busy"] = max(time_shifts(comm, LARGE, 7) - alpha, 0) / LARGE
     figures["gamma"] = time_folds(comm)
     return figures
+
+
+def time_shifts(comm: MPI.Intracomm, nbytes: int, rounds: int) -> float:
+    """Seconds of a round in which every rank sends to its right neighbour and receives from its left one."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent, received, seconds = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8), []
+    for _ in range(rounds + 1):
+        begun = perf_counter()
+        comm.Sendrecv(sent, right, 0, received, left, 0)
+        seconds.append(perf_counter() - begun)
+    return float(comm.allreduce(median(seconds[1:]), MPI.MAX))
 
 
 def describe_network(hosts: Sequence[int], figures: dict[str, float]) -> Network:

@@ -52,6 +52,7 @@ GRACE = 0.5  # seconds to collect notices in, after a timeout: who has not come 
 MISMATCH_GRACE = 5.0  # the same after a mismatch, where all ranks are expected to come
 
 CLOCK_TAG = 1
+CLOCK_SECONDS = 10.0  # that ranks have, at least, to compare their clocks in
 CLOCK_TURNS = 16  # questions after the time; the one that was answered soonest counts
 
 POLLS = 4  # looks for notices after a pause: an MPI that made no progress meanwhile needs a few to pull them in
@@ -180,15 +181,16 @@ def compare_clocks(
     CollectiveTimeout
     """
     begun = perf_counter()
+    limit = None if timeout is None else max(timeout, CLOCK_SECONDS)  # all have come: they made the duplicate
     told = np.zeros((comm.size, 3), np.int64)
 
     def wait(request: MPI.Request, kept: object, missing: list[int]) -> None:
         while not request.Test():
             os.sched_yield()
-            if timeout is not None and perf_counter() - begun > timeout:
+            if limit is not None and perf_counter() - begun > limit:
                 keep_for_ever((request, kept))
                 text = f"Communicator (rank {comm.rank} of {comm.size}): {name_ranks(missing)} did not answer within "
-                raise CollectiveTimeout(f"{text}{timeout:g} s when ranks compared clocks", missing)
+                raise CollectiveTimeout(f"{text}{limit:g} s when ranks compared clocks", missing)
 
     sent = np.array(own, np.int64)
     wait(comm.Iallgather(sent, told), (sent, told), [rank for rank in range(comm.size) if rank != comm.rank])

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
-ALGORITHMS = ["naive", "ring", "circulant", "pairwise", "mesh", "shared", "hierarchical", "native", None]
+ALGORITHMS = ["naive", "ring", "direct", "circulant", "mesh", "shared", "hierarchical", "native", None]
 HOP_BY_HOP = ["ring", "circulant", "recursive_doubling"]  # where narrow floats are rounded after every operation
 REDUCTIONS = ["reduce_scatter", "allreduce"]
 COLLECTIVES = [*REDUCTIONS, "allgather"]

@@ -31,7 +31,7 @@ from helpers import (
 import pyreduce as pr
 from pyreduce import algorithms, simulate
 
-PROGRAMS = ["naive", "ring", "mesh"]
+PROGRAMS = ["naive", "ring", "circulant", "mesh"]
 MakeCommunicator = Callable[..., pr.Communicator]
 in_and_out_of_place = pytest.mark.parametrize("in_place", [False, True], ids=["out of place", "in place"])
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)

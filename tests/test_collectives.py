@@ -35,7 +35,8 @@ from pyreduce import ops
 MPI = pytest.importorskip("mpi4py.MPI")
 
 SEGMENT_BYTES = 64  # 16 float32 elements a block
-CHOSEN = ["naive", "ring", "mesh", "native"]  # where what None chooses would only run one of these again
+# Where what None chooses would only run one of these again.
+CHOSEN = ["naive", "ring", "circulant", "pairwise", "mesh", "hierarchical", "native"]
 NATIVE_MAY_REFUSE = ["float16", "int8", "int16", "uint8", "uint16"]  # not every MPI has them, or has them right
 MakeCommunicator = Callable[..., pr.Communicator]
 

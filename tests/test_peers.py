@@ -18,7 +18,7 @@ from pyreduce.algorithms.ring import ring
 from pyreduce.calls import compare, describe
 from pyreduce.errors import name_ranks
 
-ALGORITHMS = ["naive", "ring", "mesh", "shared", "native"]
+ALGORITHMS = ["naive", "ring", "circulant", "mesh", "shared", "hierarchical", "native"]
 SMALL, LARGE = 64, 600_000  # elements: messages that go out at once, and messages that wait for their receiver
 
 several = pytest.mark.ranks(2, 3, 4)
