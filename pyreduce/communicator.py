@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
@@ -650,7 +651,7 @@ class Communicator:
         key: Any = None
         if counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
             key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
-            known = self._known.get(key) if self._is_known(key) else None
+            known = self._find_known(key)
             if known is not None and sendbuf.flags.c_contiguous and sendbuf.flags.aligned and recvbuf.flags.carray:
                 source, target = arrays.address(sendbuf), arrays.address(recvbuf)
                 if source + sendbuf.nbytes <= target or target + recvbuf.nbytes <= source:
@@ -661,15 +662,19 @@ class Communicator:
         seconds = self._seconds(collective, timeout)
         plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds)
         if key is not None and staging.direct and staging.source is not staging.target and _needs_no_room(plan):
-            self._known[key] = plan, digest
+            with suppress(TypeError):  # mpi4py's constants have no hash
+                self._known[key] = plan, digest
         return self._run(plan, digest, staging, seconds)
 
-    def _is_known(self, key: Any) -> bool:
-        """Whether this rank has made such a call before, so that its arguments need no looking at but for overlap."""
+    def _find_known(self, key: Any) -> tuple[AnyPlan, int | None] | None:
+        """The plan of such a call, if this rank has made one: nothing is left to look at but where the arrays lie."""
         if self._registrations != algorithms.registrations():
             self._registrations = algorithms.registrations()
             self._known.clear()
-        return not _is_unhashable(key) and key in self._known and self._comm is not None
+        try:
+            return self._known.get(key) if self._comm is not None else None
+        except TypeError:  # mpi4py's constants have no hash
+            return None
 
     def _run(self, plan: AnyPlan, digest: int | None, staging: Staging, timeout: float | None) -> Array:
         staging.read()

@@ -227,7 +227,7 @@ def split_worlds(world: Any) -> dict[int, Any]:
     return {}
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def forget_registered_algorithms() -> Iterator[None]:
     """Algorithms that a test registers are gone after it."""
     from helpers import fold_orders
@@ -236,9 +236,10 @@ def forget_registered_algorithms() -> Iterator[None]:
 
     before = dict(algorithms._ALGORITHMS)
     yield
-    algorithms._ALGORITHMS.clear()
-    algorithms._ALGORITHMS.update(before)
-    fold_orders.cache_clear()
+    if before != algorithms._ALGORITHMS:
+        algorithms._ALGORITHMS.clear()
+        algorithms._ALGORITHMS.update(before)
+        fold_orders.cache_clear()
 
 
 @pytest.fixture

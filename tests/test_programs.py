@@ -36,9 +36,6 @@ BUILT_IN = ["naive", "ring", "direct", "circulant", "pairwise", "recursive_doubl
 ONLY_ALLREDUCE = ["recursive_doubling"]
 
 
-pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
-
-
 # ------------------------------------------------------------------------------------------------- the built-in ones
 
 

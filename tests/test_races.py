@@ -23,8 +23,6 @@ from pyreduce.programs import Step, build
 from pyreduce.simulate import Simulation
 from pyreduce.verify import fold_symbols, verify
 
-pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
-
 Rounds = Iterator[Sequence[Step]]
 Change = Callable[[int, Step], bool]
 

@@ -83,6 +83,7 @@ class By:
 
     def __init__(self, k: pr.Communicator, way: str) -> None:
         self.k, self.way, self.size, self.rank = k, way, k.size, k.rank
+        self._plans, self._comm = k._plans, k._comm
 
     def __getattr__(self, collective: str) -> Callable[..., np.ndarray]:
         return lambda *buffers, **options: self._run(collective, *buffers, **options)

@@ -28,8 +28,6 @@ PLACEMENTS = [
 ]
 SEVERAL = PLACEMENTS[1:]
 
-pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
-
 
 def op_of(collective: str) -> ops.Op | None:
     return None if collective == "allgather" else ops.SUM

@@ -19,8 +19,6 @@ pytest.importorskip("mpi4py.MPI", exc_type=(ImportError, RuntimeError))  # type:
 from pyreduce import tune
 from pyreduce.tune import Options, UsageError, main, read_options
 
-pytestmark = pytest.mark.usefixtures("forget_registered_algorithms")
-
 QUICK = ["--sizes", "8,1K", "--seconds", "4"]
 
 
