@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pyreduce import algorithms, ops, profiles
-from pyreduce.algorithms import shared
+from pyreduce.algorithms import hierarchical, shared
 from pyreduce.algorithms.mesh import mesh, mesh_in_window
 from pyreduce.errors import name_ranks
 from pyreduce.model import in_bytes, in_seconds
@@ -346,6 +346,29 @@ def explain_engine(collective: str, nranks: int, ranks: Sequence[int] | None = N
     yield f"  memory    an arena of fixed size (arena_bytes, {ARENA_BYTES} a rank)"
 
 
+def explain_hierarchical(collective: str, topology: Topology) -> Iterator[str]:
+    """``hierarchical``: what a segment goes through on such nodes, which ranks are a lane, and what runs between."""
+    nranks, nnodes = topology.nranks, topology.nnodes
+    layout = hierarchical.lay_out(collective, [1] * nranks, topology)
+    yield f"{collective} by hierarchical, {topology}"
+    for line in (hierarchical.__doc__ or "").strip().split("\n"):
+        yield f"  {line}".rstrip()
+    yield "\nnodes and lanes"
+    for node, ranks in enumerate(topology.nodes):
+        yield f"  node {node}: {name_ranks(ranks)}"
+    for lane in range(layout.lanes):
+        yield f"  lane {lane}: {name_ranks([ranks[lane] for ranks in topology.nodes])}"
+    name = hierarchical.inner_algorithm(collective, nnodes, 1 << 20)
+    program = algorithms.get(name).program(collective, nnodes, 0)
+    yield f"\nB, between the nodes: {name}, P={nnodes}; its ranks are a lane's, node by node. On node 0"
+    yield from rounds_in_words(program)
+    if collective == "allreduce":
+        yield f"  (recursive_doubling where a lane has {hierarchical.DOUBLING_BYTES} bytes or less)"
+    yield "\ncost (S: bytes of the whole vector)"
+    yield f"  link      {_share(program.cost().sent, nnodes)} bytes a node, each way"
+    yield f"  rounds    {program.cost().rounds} of messages a segment"
+
+
 def explain_choice(
     collective: str, nbytes: int, topology: Topology, shelf: profiles.Shelf, mpi: str | None = None
 ) -> Iterator[str]:
@@ -384,7 +407,12 @@ def explain_choice(
 
 
 def explain(
-    collective: str, algorithm: str, nranks: int, ranks: Sequence[int] | None = None, mode: str | None = None
+    collective: str,
+    algorithm: str,
+    nranks: int,
+    ranks: Sequence[int] | None = None,
+    mode: str | None = None,
+    topology: Topology | None = None,
 ) -> Iterator[str]:
     """All of it, line by line.
 
@@ -396,9 +424,14 @@ def explain(
         Whose rounds to print; default all.
     mode : {"hand", "builtin"}, optional
         Of ``mesh``: as one writes it by hand, or as the call on a window does it; with what differs.
+    topology : Topology, optional
+        For ``hierarchical``; default one node.
     """
     if algorithm == algorithms.SHARED:
         yield from explain_engine(collective, nranks, ranks)
+        return
+    if algorithm == algorithms.HIERARCHICAL:
+        yield from explain_hierarchical(collective, topology or Topology.one_node(nranks))
         return
     function, turns = MODES[mode] if mode else (algorithms.get(algorithm).rounds, 2)
     programs = [build(algorithm, function, collective, nranks, rank) for rank in range(nranks)]
@@ -461,7 +494,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--why", action="store_true", help="tell which algorithm runs for a vector of so many bytes, and why"
     )
     parser.add_argument(
-        "--nodes", metavar="FORM", help="with --why: 2x4, 3+5, 0,1,0,1; default PYREDUCE_NODES, or one node"
+        "--nodes",
+        metavar="FORM",
+        help="with --why or hierarchical: 2x4, 3+5, 0,1,0,1; default PYREDUCE_NODES, or one node",
     )
     parser.add_argument("--profile", metavar="FILE", help="with --why: choose by this one; default: the one in use")
     parser.add_argument("--mpi", metavar="NAME", help="with --why: a profile must be of this MPI: mpich, openmpi, ...")
@@ -472,7 +507,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--why tells which algorithm would be chosen; leave out --algorithm")
     for name in ("nodes", "profile", "mpi"):
         if getattr(options, name) is not None and not options.why:
-            parser.error(f"--{name} is for --why")
+            if name == "nodes" and options.algorithm == algorithms.HIERARCHICAL:
+                continue
+            parser.error(f"--{name} is for --why" + " and --algorithm hierarchical" * (name == "nodes"))
     options.algorithm = options.algorithm or "ring"
     if options.mode and options.algorithm != "mesh":
         parser.error(f"--mode is for --algorithm mesh, not {options.algorithm}")
@@ -490,7 +527,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             shelf = profiles.Shelf(profiles.load(options.profile)) if options.profile else profiles.find(options.ranks)
             lines = explain_choice(options.collective, options.bytes, topology, shelf, options.mpi)
         else:
-            lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode)
+            topology = None
+            if options.algorithm == algorithms.HIERARCHICAL:
+                topology = _read_topology(options.nodes, options.ranks)
+            lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode, topology)
         for line in lines:
             print(line)
     except BrokenPipeError:

@@ -187,7 +187,7 @@ class Plans:
             if self.deterministic and op is not None and not algorithms.folds_in_rank_order(asked):
                 raise ValueError(
                     f"algorithm {asked!r} does not fold in rank order, as deterministic=True demands; use 'shared', "
-                    "'mesh' or 'naive'"
+                    "'mesh', 'direct', 'pairwise' or 'naive'"
                 )
         if asked == algorithms.SHARED:
             self._open_engine(call, timeout)

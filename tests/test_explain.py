@@ -107,3 +107,15 @@ def test_what_does_not_go_together(capsys: pytest.CaptureFixture[str], argv: lis
     with pytest.raises(SystemExit):
         main(["allreduce", *argv])
     assert fault in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", "allgather", "allreduce"])
+def test_hierarchical_tells_nodes_lanes_and_what_runs_between(
+    capsys: pytest.CaptureFixture[str], collective: str
+) -> None:
+    text = told(capsys, collective, "--algorithm", "hierarchical", "-n", "5", "--nodes", "0,1,0,1,1")
+    assert f"{collective} by hierarchical, nodes of 2 and 3 ranks" in text
+    assert "  node 1: ranks 1, 3 and 4\n" in text
+    assert "  lane 1: ranks 2 and 3\n" in text
+    assert "B, between the nodes: circulant, P=2" in text
+    assert "link      " + ("S bytes" if collective == "allreduce" else "S/2 bytes") in text
