@@ -135,7 +135,7 @@ def test_deterministic_folds_in_rank_order_between_nodes(make_communicator: Make
     c = make_communicator(nodes="2x2", deterministic=True)
     for rows in (1, 1000, 1_000_000):
         run_checked(c, "reduce_scatter", "float32", rows)
-    assert {name for _, name in c.stats} <= {"naive", "pairwise"}
+    assert {name for _, name in c.stats} <= {"naive", "direct", "pairwise"}
     with pytest.raises(ValueError, match="does not fold in rank order"):
         c.allreduce(np.ones(4), algorithm="hierarchical")
 
