@@ -46,6 +46,7 @@ from pyreduce.windows import Window, make_window
 __all__ = ["IN_PLACE", "Communicator", "Stats"]
 
 DOORS_KEPT = 256
+AGAIN_SECONDS = 10.0  # at least, for ranks that have come to say so
 PROGRESS = (None, "thread")
 
 _door_call, OK, SHUT = lib.pr_door_call, lib.PR_OK, lib.PR_SHUT
@@ -762,16 +763,22 @@ class Communicator:
         self._pending.run(Operation(plan, digest, 0, 0, scratch_for, room), timeout)
 
     def _agree(self, call: Call, word: int, timeout: float | None) -> list[int]:
-        """Every rank's word, when all have come with the same call."""
+        """Every rank's word, when all have come with the same call.
+
+        Once more around: who then has all words again knows that all ranks have had them the first time. So nobody has
+        given up, and what follows may be a collective of the MPI's own, which has no deadline.
+        """
         if self._words is None:
             told = call.like(counts=(1,) * self.size, op=None, dtype=np.dtype(np.int64))
             self._words = Plan(algorithms.get("naive").program("allgather", self.size, self.rank), told)
             self._pending.silent.add(self._words)
-        sent, words = np.array([word]), np.zeros(self.size, np.int64)
         self._words.call = call
         digest = None if self._settings.check == "off" else call.digest()
-        buffers = (sent, words)
-        self._pending.run(Operation(self._words, digest, arrays.address(sent), arrays.address(words), buffers), timeout)
+        for _ in range(2):
+            sent, words = np.array([word]), np.zeros(self.size, np.int64)
+            operation = Operation(self._words, digest, arrays.address(sent), arrays.address(words), (sent, words))
+            self._pending.run(operation, timeout)
+            timeout = None if timeout is None else max(timeout, AGAIN_SECONDS)
         return [int(told) for told in words]
 
 

@@ -521,7 +521,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.load:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
-            runpy.run_path(options.load)
+            try:
+                runpy.run_path(options.load)
+            except (ImportError, SyntaxError) as error:
+                parser.error(f"--load {options.load}: {error}")
         if options.why:
             topology = _read_topology(options.nodes, options.ranks)
             shelf = profiles.Shelf(profiles.load(options.profile)) if options.profile else profiles.find(options.ranks)

@@ -183,6 +183,8 @@ class Plans:
         """The name of the algorithm, and why; the one asked for must serve the call."""
         op, dtype, limit = call.op, call.dtype, self.settings.message_bytes
         if asked is not None:
+            call = call.like(algorithm=asked)
+        if asked is not None:
             check_algorithm(asked, call.collective, nbytes, self.size, self.rank, op, dtype, limit)
             if self.deterministic and op is not None and not algorithms.folds_in_rank_order(asked):
                 raise ValueError(
@@ -314,7 +316,7 @@ class Plans:
     def _find_nodes(self, call: Call, timeout: float | None) -> Topology:
         """Which ranks share a node, and the profile that holds there; collective the first time."""
         if self.topology is None:
-            named = self._begin(call.like(algorithm=algorithms.SHARED))
+            named = self._begin(call.like(algorithm=call.algorithm or algorithms.SHARED))
             self._agree(named, 0, timeout)  # now all ranks are here
             self.topology = self._virtual
             if self.topology is not None:

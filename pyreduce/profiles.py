@@ -252,7 +252,7 @@ def load(path: str | os.PathLike[str]) -> Profile:
         raise ValueError(f"{fault}cannot be read: {error}") from None
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{fault}is no JSON: {error}") from None
     try:
         return replace(_from_json(data), path=os.fspath(path))

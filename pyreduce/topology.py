@@ -104,10 +104,12 @@ def virtual_nodes(text: str, nranks: int, source: str = "PYREDUCE_NODES") -> Top
         if "," in text:
             names = [int(name) for name in text.split(",")]
         elif "+" in text:
-            names = [node for node, size in enumerate(text.split("+")) for _ in range(_positive(size))]
+            names = _lined_up(map(_positive, text.split("+")), nranks)
         elif "x" in text:
             nnodes, size = map(_positive, text.split("x"))
-            names = [node for node in range(nnodes) for _ in range(size)]
+            if nnodes * size != nranks:
+                raise ValueError(f"{fault}which is for {nnodes * size} ranks; there are {nranks}")
+            names = _lined_up([size] * nnodes, nranks)
         else:
             nnodes = _positive(text)
             if nnodes > nranks:
@@ -118,8 +120,17 @@ def virtual_nodes(text: str, nranks: int, source: str = "PYREDUCE_NODES") -> Top
             raise
         raise ValueError(f"{fault}needs a form like 2, 4x2, 3+5 or 0,1,0,1") from None
     if len(names) != nranks:
-        raise ValueError(f"{fault}which is for {len(names)} ranks; there are {nranks}")
+        more = " or more" * (len(names) > nranks and "+" in text)
+        raise ValueError(f"{fault}which is for {len(names)}{more} ranks; there are {nranks}")
     return Topology.of(names)
+
+
+def _lined_up(sizes: Iterable[int], nranks: int) -> list[int]:
+    """The node of each rank, for nodes of these sizes one after the other; one rank too many if there are more."""
+    names: list[int] = []
+    for node, size in enumerate(sizes):
+        names += [node] * min(size, nranks + 1 - len(names))
+    return names
 
 
 def _positive(text: str) -> int:

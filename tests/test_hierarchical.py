@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,25 @@ def test_a_rank_that_does_not_come_is_named(make_communicator: MakeCommunicator,
                 c.allreduce(np.ones(100), algorithm="hierarchical")
             assert info.value.missing == (late,)
         comm.Barrier()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("nodes", "algorithm"), [(None, None), (None, "shared"), ("2x2", None), ("2x2", "hierarchical")]
+)
+def test_a_rank_that_comes_late_to_its_first_call_is_told(
+    make_communicator: MakeCommunicator, comm: Any, nodes: str | None, algorithm: str | None
+) -> None:
+    """It finds everybody's word there, and must not go where it would wait for those that have given up."""
+    c, late = make_communicator(nodes=nodes, timeout=0.5), 2
+    if comm.rank == late:
+        time.sleep(2)
+        with pytest.raises((pr.CollectiveTimeout, pr.BrokenCommunicatorError)):
+            c.allreduce(np.ones(1001), algorithm=algorithm)
+    else:
+        with pytest.raises(pr.CollectiveTimeout) as info:
+            c.allreduce(np.ones(1001), algorithm=algorithm)
+        assert info.value.missing == (late,)
 
 
 @pytest.mark.ranks(4)

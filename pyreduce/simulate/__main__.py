@@ -49,7 +49,7 @@ def parse_bytes(text: str) -> int:
         nbytes = int(text) if scale is None else int(text[:-1]) << scale
     except ValueError:
         nbytes = -1
-    if nbytes < 0:
+    if not 0 <= nbytes < 1 << 62:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: 4096, 64K, 32M or 1G")
     return nbytes
 
@@ -329,7 +329,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.load:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
-            runpy.run_path(options.load)
+            try:
+                runpy.run_path(options.load)
+            except (ImportError, SyntaxError) as error:
+                parser.error(f"--load {options.load}: {error}")
         named = list(dict.fromkeys(options.algorithm or ()))
         names = named or [name for name in algorithms.names() if not algorithms.has_no_program(name)]
         timings, refused = _predict_all(names, options, network)
