@@ -184,7 +184,6 @@ class Plans:
         op, dtype, limit = call.op, call.dtype, self.settings.message_bytes
         if asked is not None:
             call = call.like(algorithm=asked)
-        if asked is not None:
             check_algorithm(asked, call.collective, nbytes, self.size, self.rank, op, dtype, limit)
             if self.deterministic and op is not None and not algorithms.folds_in_rank_order(asked):
                 raise ValueError(

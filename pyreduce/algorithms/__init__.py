@@ -1,7 +1,7 @@
 """The algorithms by name. One file an algorithm; each is a pure function ``(collective, nranks, rank) -> rounds``.
 
-``native``, the MPI's own collective, and ``shared``, the shared-memory engine, have no rounds; they sit here behind the
-same names.
+``native``, the MPI's own collective, ``shared``, the shared-memory engine, and ``hierarchical``, which is the engine
+within nodes and a program between them, have no rounds of their own; they sit here behind the same names.
 """
 
 from __future__ import annotations
