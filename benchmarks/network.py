@@ -42,6 +42,8 @@ from mpi4py import MPI
 import pyreduce as pr
 from pyreduce import ops
 from pyreduce.bench.options import format_size, parse_size
+from pyreduce.launcher import find_nodes
+from pyreduce.topology import Topology
 
 SIZES = "8,64,1K,8K,64K,512K,1M,8M,32M"
 PAYLOAD = 1448 / 1514  # of a full frame: Ethernet's 14 bytes, IP's 20 and TCP's 32, with its time stamps
@@ -146,19 +148,11 @@ def time_folds(comm: MPI.Intracomm) -> float:
     return float(comm.allreduce(median(seconds), MPI.MAX)) / LARGE
 
 
-def find_hosts(comm: MPI.Intracomm) -> list[int]:
-    """The first rank of every rank's host."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    first = node.bcast(comm.rank)
-    node.Free()
-    return comm.allgather(first)
-
-
-def measure_figures(comm: MPI.Intracomm, hosts: Sequence[int]) -> dict[str, float]:
+def measure_figures(comm: MPI.Intracomm, nodes: Topology) -> dict[str, float]:
     """Alpha, beta and gamma; collective."""
     figures = {}
     for suffix, same in (("", False), ("_node", True)):
-        peers = [rank for rank in range(1, comm.size) if (hosts[rank] == hosts[0]) == same]
+        peers = [rank for rank in range(1, comm.size) if (nodes.node_of[rank] == 0) == same]
         if peers:
             alpha = time_messages(comm, peers[0], 8, 300)
             figures[f"alpha{suffix}"] = alpha
@@ -180,9 +174,9 @@ def time_shifts(comm: MPI.Intracomm, nbytes: int, rounds: int) -> float:
     return float(comm.allreduce(median(seconds[1:]), MPI.MAX))
 
 
-def describe_network(hosts: Sequence[int], figures: dict[str, float]) -> Network:
+def describe_network(nodes: Topology, figures: dict[str, float]) -> Network:
     """From what `network.sh` says and from what has been measured."""
-    crowds = [hosts.count(host) for host in set(hosts)]
+    crowds = [len(ranks) for ranks in nodes.nodes]
     rate = float(os.environ.get("NETWORK_RATE") or 0)
     delay = os.environ.get("NETWORK_DELAY")
     measured = 1 / figures["beta"] if figures.get("beta") else 0.0
@@ -195,7 +189,7 @@ def describe_network(hosts: Sequence[int], figures: dict[str, float]) -> Network
         one_machine="NETWORK_HOSTS" in os.environ,
         payload_rate=rate * PAYLOAD or measured,
         measured_rate=measured,
-        share=1 - min(crowds) / len(hosts),
+        share=1 - min(crowds) / nodes.nranks,
     )
 
 
@@ -349,15 +343,15 @@ def main() -> int:
     options = read_options()
     comm = MPI.COMM_WORLD
     cells = []
-    hosts = find_hosts(comm)
-    if len(set(hosts)) == 1:
+    nodes = find_nodes(comm)
+    if nodes.nnodes == 1:
         if comm.rank == 0:
             print("network.py: all ranks share one host; see benchmarks/network.sh", file=sys.stderr, flush=True)
         return 2
     with pr.Communicator(comm, timeout=TIMEOUT) as communicator:
         machine = facts(comm, gloo=False)
-        figures = measure_figures(comm, hosts)
-        network = describe_network(hosts, figures)
+        figures = measure_figures(comm, nodes)
+        network = describe_network(nodes, figures)
         if comm.rank == 0:
             show_start(machine, network, figures)
         rows = max(count_rows(size, comm.size) for size in options.sizes)

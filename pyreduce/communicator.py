@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from mpi4py import MPI
@@ -662,7 +662,7 @@ class Communicator:
                     return recvbuf
         seconds = self._seconds(collective, timeout)
         plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds)
-        if key is not None and staging.direct and staging.source is not staging.target and _needs_no_room(plan):
+        if key is not None and staging.direct and staging.source is not staging.target and not _needs_room(plan):
             with suppress(TypeError):  # mpi4py's constants have no hash
                 self._known[key] = plan, digest
         return self._run(plan, digest, staging, seconds)
@@ -683,7 +683,7 @@ class Communicator:
         return staging.write()
 
     def _operation(self, plan: AnyPlan, digest: int | None, staging: Staging, timeout: float | None) -> Operation:
-        room = self._plans.room_for(plan, timeout) if isinstance(plan, Plan) and plan.one_sided else None
+        room = self._plans.room_for(plan, timeout) if _needs_room(plan) else None
         source, target = staging.source, staging.target
         return Operation(plan, digest, arrays.address(source), arrays.address(target), (source, target), room)
 
@@ -782,8 +782,9 @@ class Communicator:
         return [int(told) for told in words]
 
 
-def _needs_no_room(plan: AnyPlan) -> bool:
-    return not isinstance(plan, Plan) or not plan.one_sided
+def _needs_room(plan: AnyPlan) -> TypeGuard[Plan]:
+    """Whether a plan has one-sided steps."""
+    return isinstance(plan, Plan) and plan.one_sided
 
 
 def _is_unhashable(key: object) -> bool:

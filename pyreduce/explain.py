@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -22,6 +21,7 @@ import numpy as np
 from pyreduce import algorithms, ops, profiles
 from pyreduce.algorithms import hierarchical, shared
 from pyreduce.algorithms.mesh import mesh, mesh_in_window
+from pyreduce.commandline import parse_bytes, reporting_by
 from pyreduce.errors import name_ranks
 from pyreduce.model import in_bytes, in_seconds
 from pyreduce.programs import (
@@ -459,32 +459,17 @@ def explain(
 
 def _read_topology(form: str | None, nranks: int) -> Topology:
     """The nodes asked for, those of ``PYREDUCE_NODES``, or one."""
-    asked = form or os.environ.get("PYREDUCE_NODES")
-    if not asked:
-        return Topology.one_node(nranks)
-    try:
-        return virtual_nodes(asked, nranks)
-    except ValueError as error:
-        raise ValueError(str(error).replace("PYREDUCE_NODES", "--nodes") if form else str(error)) from None
-
-
-def _parse_bytes(text: str) -> int:
-    """``4096``, ``64K``, ``4M`` or ``1G``."""
-    scale = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper())
-    try:
-        nbytes = int(text) if scale is None else int(text[:-1]) << scale
-    except ValueError:
-        nbytes = -1
-    if nbytes < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: 4096, 64K, 4M or 1G")
-    return nbytes
+    if form:
+        return virtual_nodes(form, nranks, "--nodes")
+    asked = os.environ.get("PYREDUCE_NODES")
+    return virtual_nodes(asked, nranks) if asked else Topology.one_node(nranks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pyreduce.explain", description="Explain an algorithm in words.")
     parser.add_argument("collective", choices=COLLECTIVES)
-    parser.add_argument("bytes", nargs="?", type=_parse_bytes, help="with --why: of the whole vector; 4096, 64K, 1M")
+    parser.add_argument("bytes", nargs="?", type=parse_bytes, help="with --why: of the whole vector; 4096, 64K, 1M")
     parser.add_argument("--algorithm", "-a", metavar="A", help="default: ring")
     parser.add_argument("--load", metavar="FILE.py", help="run this file first, which registers algorithms of yours")
     parser.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="number of ranks, default 4")
@@ -518,13 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for rank in options.rank or ():
         if not 0 <= rank < options.ranks:
             parser.error(f"--rank {rank}: ranks are 0..{options.ranks - 1}")
-    try:
-        if options.load:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
-            try:
-                runpy.run_path(options.load)
-            except (ImportError, SyntaxError) as error:
-                parser.error(f"--load {options.load}: {error}")
+    with reporting_by(parser, options.load):
         if options.why:
             topology = _read_topology(options.nodes, options.ranks)
             shelf = profiles.Shelf(profiles.load(options.profile)) if options.profile else profiles.find(options.ranks)
@@ -536,10 +515,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = explain(options.collective, options.algorithm, options.ranks, options.rank, options.mode, topology)
         for line in lines:
             print(line)
-    except BrokenPipeError:
-        sys.stderr.close()
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     return 0
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from pyreduce.topology import Topology, virtual_nodes
 
-__all__ = ["check_comm", "largest_tag", "virtual_nodes_of", "warn_if_foreign_launcher"]
+__all__ = ["check_comm", "find_nodes", "largest_tag", "virtual_nodes_of", "warn_if_foreign_launcher"]
 
 LEAST_TAG_UB = 32767  # what the MPI standard grants
 
@@ -54,6 +54,14 @@ def largest_tag() -> int:
     """The largest tag of any communicator. Only ``COMM_WORLD`` must know it; Open MPI's split ones do not."""
     largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
     return largest if isinstance(largest, int) else LEAST_TAG_UB
+
+
+def find_nodes(comm: MPI.Intracomm) -> Topology:
+    """Which ranks share a node, by the MPI; collective, without a deadline."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = node.bcast(comm.rank)
+    node.Free()
+    return Topology.of(comm.allgather(first))
 
 
 def virtual_nodes_of(comm: MPI.Intracomm, nodes: str | None) -> Topology | None:

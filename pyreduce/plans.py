@@ -23,6 +23,7 @@ from pyreduce.arguments import Arguments
 from pyreduce.calls import Call, Facts
 from pyreduce.errors import Unsupported, WindowMemoryError
 from pyreduce.execute import Plan, Room
+from pyreduce.launcher import find_nodes
 from pyreduce.ops import Op
 from pyreduce.pending import AnyPlan
 from pyreduce.profiles import Profile, Shelf, name_mpi
@@ -205,8 +206,8 @@ class Plans:
         topology = self._find_nodes(call, timeout)
         self._open_engine(call, timeout)
         name, why = choose(
-            call.collective, nbytes, topology, op, dtype, self.deterministic, limit, self.refusal, self.profile,
-            no_node_engine=self.node_refusal,
+            call.collective, nbytes, topology, op, dtype, self.deterministic, limit, self.refusal, self.node_refusal,
+            self.profile,
         )  # fmt: skip
         if name == algorithms.HIERARCHICAL:
             self._open_node_engine(call, timeout)
@@ -321,9 +322,7 @@ class Plans:
             if self.topology is not None:
                 self._comm.Barrier()  # as allgather is: nobody waits for what was agreed on above any more
             else:
-                node = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-                self.topology = Topology.of(self._comm.allgather(node.allreduce(self.rank, MPI.MIN)))
-                node.Free()
+                self.topology = find_nodes(self._comm)
             self._pick_profile(self.topology)
             # The same call, whose profile is known now. It keeps its number whatever profile this rank has found, or
             # ranks that have found different ones would not meet in a call, and tell each other.

@@ -94,7 +94,7 @@ class Where:
     @cached_property
     def topology(self) -> Topology:
         """The placement."""
-        return virtual_nodes(self.nodes, self.nranks)
+        return virtual_nodes(self.nodes, self.nranks, "where.nodes")
 
     def differs(self, topology: Topology, mpi: str | None) -> str | None:
         """Why a profile measured there does not hold here, or None; `mpi` None is any."""
@@ -289,10 +289,7 @@ def _where(data: object) -> Where:
             raise ValueError(f"where.{name} is {value!r:.60}, needs a text")
         words[name] = value
     where = Where(nranks, **words)
-    try:
-        _ = where.topology
-    except ValueError as error:
-        raise ValueError(str(error).replace("PYREDUCE_NODES", "where.nodes")) from None
+    _ = where.topology  # which says what is wrong with the nodes
     return where
 
 

@@ -55,9 +55,9 @@ def choose(
     deterministic: bool = False,
     limit: int = MESSAGE_BYTES,
     no_engine: str | None = None,
+    no_node_engine: str | None = None,
     profile: Profile | None = None,
     figures: Figures = DEFAULT,
-    no_node_engine: str | None = None,
 ) -> tuple[str, str]:
     """The algorithm for a call that names none.
 
@@ -76,12 +76,12 @@ def choose(
         The message limit.
     no_engine : str, optional
         Why the ranks have no shared-memory engine; default: they have one, if they are on one node.
+    no_node_engine : str, optional
+        Why hierarchical has no engines within nodes.
     profile : Profile, optional
         One that holds on these nodes.
     figures : Figures, optional
         What the model works with.
-    no_node_engine : str, optional
-        Why hierarchical has no engines within nodes.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def choose(
             return found
     if has_engine:
         return algorithms.SHARED, "one node: through shared memory, folded in rank order"
-    candidates = weigh(*call[:-1], figures=figures, no_node_engine=no_node_engine)
+    candidates = weigh(*call, figures=figures)
     ranking = sorted((one.predicted, one.name) for one in candidates if not one.refusal and one.predicted is not None)
     told = ", ".join(f"{name} {in_seconds(seconds)}" for seconds, name in ranking[:TOLD])
     ordered = ", in rank order" if deterministic and op is not None else ""
@@ -114,9 +114,9 @@ def weigh(
     deterministic: bool = False,
     limit: int = MESSAGE_BYTES,
     no_engine: str | None = None,
+    no_node_engine: str | None = None,
     profile: Profile | None = None,
     figures: Figures = DEFAULT,
-    no_node_engine: str | None = None,
 ) -> list[Candidate]:
     """All algorithms with what is known of each for one call; parameters as those of `choose`."""
     measured = profile.times(collective, nbytes) if profile is not None else {}

@@ -14,13 +14,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import os
-import runpy
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -32,8 +28,10 @@ from mpi4py import MPI
 import pyreduce as pr
 from pyreduce import algorithms
 from pyreduce.bench.cases import CASES, Buffers, Call, Problem
+from pyreduce.bench.job import end_together, no_garbage_collection
 from pyreduce.bench.machine import describe_machine
 from pyreduce.bench.options import format_size, parse_size
+from pyreduce.commandline import run_file
 from pyreduce.errors import Unsupported
 from pyreduce.model import in_bytes, in_seconds
 from pyreduce.profiles import NONE, PROJECT_FILE, VARIABLE, Profile, Where, configuration_folder, name_mpi, nodes_text
@@ -213,7 +211,7 @@ class Tuner:
         if not runners:
             return prepared
         turns = self._plan_turns(runners, max(share - prepared, 0.0))
-        with _no_garbage_collection():
+        with no_garbage_collection():
             self._race(runners, turns)
         times = {runner.name: median(runner.seconds) for runner in runners}
         self._note_hopeless(collective, nbytes, times)
@@ -319,17 +317,6 @@ class Tuner:
                 self.say(f"{name} is hopeless for {collective} from here on: {in_seconds(seconds)}")
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 # ------------------------------------------------------------------------------------------------------------- telling
 
 
@@ -416,8 +403,7 @@ def _agree_on_options(argv: Sequence[str] | None, comm: MPI.Intracomm) -> Option
     fault = ""
     try:
         if result.load:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(result.load)))  # as when Python runs a file
-            runpy.run_path(result.load)
+            run_file(result.load)
         for name in result.algorithms:
             if not algorithms.has_no_program(name):
                 algorithms.get(name)
@@ -453,17 +439,5 @@ def _run(options: Options, comm: MPI.Intracomm) -> int:
     return WRONG if fault or tuner.wrong else 0
 
 
-def _main() -> None:
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(WRONG)  # the others wait for this rank
-        raise
-    MPI.COMM_WORLD.Barrier()  # nobody exits before rank 0 has spoken, or the launcher ends the job
-    sys.exit(status)
-
-
 if __name__ == "__main__":
-    _main()
+    end_together(main)

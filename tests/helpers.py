@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
-from test_ops import DEFINED, REFUSED, as_dtype, make_inputs, oracle
+from test_ops import DEFINED, REFUSED, as_dtype, make_inputs, mean, oracle, widen
 from test_ops import assert_same as explain_difference
 
 import pyreduce as pr
@@ -185,17 +185,6 @@ def fold_symbol(op: str, symbol: Symbol, values: Sequence[np.ndarray], hop_by_ho
     return functools.reduce(lambda a, b: oracle(op, [a, b]), operands)
 
 
-def widen(values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What a mean is folded in: float32 for 16-bit floats."""
-    return [x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in values]
-
-
-def mean(total: np.ndarray, nranks: int, dtype: np.dtype) -> np.ndarray:
-    """Divide a sum, once."""
-    parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
-    return (parts / parts.dtype.type(nranks)).view(total.dtype).astype(dtype)
-
-
 def resolve(
     algorithm: str | None, collective: str, op: str, x: np.ndarray, topology: Topology, deterministic: bool
 ) -> str:
@@ -212,16 +201,10 @@ _topologies: WeakKeyDictionary[Any, Topology] = WeakKeyDictionary()
 def topology_of(c: Any) -> Topology:
     """The nodes of a communicator; collective the first time."""
     if c not in _topologies:
+        from pyreduce.launcher import find_nodes  # which knows MPI: tests that are pure get by without
+
         _topologies[c] = c._plans._virtual or find_nodes(c._comm)
     return _topologies[c]
-
-
-def find_nodes(comm: Any) -> Topology:
-    """Which ranks share a node, by the MPI."""
-    node = comm.Split_type(sys.modules["mpi4py.MPI"].COMM_TYPE_SHARED)
-    leader = node.bcast(comm.rank)
-    node.Free()
-    return Topology.of(comm.allgather(leader))
 
 
 def expect_between_nodes(

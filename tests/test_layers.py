@@ -14,9 +14,9 @@ PACKAGE = Path(pyreduce.__file__).parent
 # Top to bottom. Modules of one layer may import each other, and all below. A name stands for all that lies in it,
 # but for what is named with its package.
 LAYERS = [
-    {"bench", "explain", "tune", "simulate.__main__"},
+    {"bench", "explain", "tune", "simulate.__main__", "commandline"},
     {"collectives"},
-    {"communicator", "launcher"},
+    {"communicator"},
     {"windows", "signals"},
     {"onesided"},
     {"requests"},

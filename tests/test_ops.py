@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -90,14 +91,22 @@ UFUNCS = {
 }
 
 
+def widen(values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a mean is folded in: float32 for 16-bit floats."""
+    return [x.astype(np.float32) if x.dtype.itemsize == 2 else x for x in values]
+
+
+def mean(total: np.ndarray, nranks: int, dtype: np.dtype) -> np.ndarray:
+    """Divide a sum, once."""
+    parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
+    return (parts / parts.dtype.type(nranks)).view(total.dtype).astype(dtype)
+
+
 def oracle(op: str, arrays: list[np.ndarray]) -> np.ndarray:
     """functools.reduce of NumPy's ufunc; 16-bit floats in float32, rounded once; logical ops in bool."""
     dtype = arrays[0].dtype
     if op == "AVG":
-        wide = [a.astype(np.float32) for a in arrays] if dtype.itemsize == 2 else arrays
-        total = functools.reduce(np.add, wide)
-        parts = total.view(total.real.dtype) if total.dtype.kind == "c" else total
-        return (parts / parts.dtype.type(len(arrays))).view(total.dtype).astype(dtype)
+        return mean(functools.reduce(np.add, widen(arrays)), len(arrays), dtype)
     ufunc = UFUNCS[op]
     if op in ("LAND", "LOR", "LXOR") and len(arrays) > 1:
         return functools.reduce(ufunc, [a != 0 for a in arrays]).astype(dtype)

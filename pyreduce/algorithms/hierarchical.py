@@ -234,8 +234,16 @@ class HierarchicalPlan:
 
     def shares(self, k: int) -> tuple[int, ...]:
         """Elements of segment k that every rank of the node has as its lane's."""
-        lanes = [sum(self.lengths(lane, k)) for lane in range(self.layout.lanes)]
-        return (*lanes, *[0] * (len(self.ranks) - len(lanes)))
+        return self._by_lane(lambda lane: sum(self.lengths(lane, k)))
+
+    def unit_lengths(self) -> tuple[int, ...]:
+        """Elements of the unit of this node that every rank of it has as its lane's."""
+        return self._by_lane(lambda lane: self.layout.length(lane, self.node))
+
+    def _by_lane(self, elements: Callable[[int], int]) -> tuple[int, ...]:
+        """What every rank of the node has as its lane's: nothing if it has no lane."""
+        lanes = self.layout.lanes
+        return tuple(elements(local) if local < lanes else 0 for local in range(len(self.ranks)))
 
     def moves(self, k: int) -> list[Move]:
         """Where the pieces of segment k lie in the vector, and in a buffer, lane by lane and node by node."""
@@ -388,7 +396,7 @@ class HierarchicalExecution:
         if kind == PRE:
             counts = tuple(plan.call.counts[rank] for rank in plan.ranks)
             return self._within("allgather", counts, self._source, blocks)
-        return self._within("allgather", self._unit_lengths(), units, blocks)
+        return self._within("allgather", plan.unit_lengths(), units, blocks)
 
     def _within(self, collective: str, counts: tuple[int, ...], source: int, target: int) -> SharedExecution:
         plan = self._plan.within(collective, counts)
@@ -413,11 +421,6 @@ class HierarchicalExecution:
         else:
             before = sum(plan.call.counts[rank] for rank in plan.ranks[: plan.local])
             ops.copy(plan.call.counts[plan.call.rank] * size, self._target, blocks + before * size)
-
-    def _unit_lengths(self) -> tuple[int, ...]:
-        plan = self._plan
-        lanes = [plan.layout.length(lane, plan.node) for lane in range(plan.layout.lanes)]
-        return (*lanes, *[0] * (len(plan.ranks) - len(lanes)))
 
     # ---- between nodes
 
@@ -447,7 +450,7 @@ class HierarchicalExecution:
         """Where this lane's unit begins in the node's blocks, in bytes."""
         plan = self._plan
         assert plan.lane is not None
-        return sum(plan.layout.length(lane, plan.node) for lane in range(plan.lane)) * plan.itemsize
+        return sum(plan.unit_lengths()[: plan.lane]) * plan.itemsize
 
     def _end_between(self, k: int) -> None:
         execution = self._sending.pop(k)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
 
 from mpi4py import MPI
 
 from pyreduce.bench.cases import CASES
 from pyreduce.bench.files import check_files, draw_plot, write_json
+from pyreduce.bench.job import end_together
 from pyreduce.bench.machine import Machine, describe_machine
 from pyreduce.bench.measure import Bench, Row
 from pyreduce.bench.options import Options, UsageError, format_size, read_options
@@ -113,17 +113,5 @@ def _write_files(options: Options, machine: Machine, rows: Sequence[Row], report
     return True
 
 
-def _main() -> None:
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(WRONG)  # the others wait for this rank
-        raise
-    MPI.COMM_WORLD.Barrier()  # nobody exits before rank 0 has spoken, or the launcher ends the job
-    sys.exit(status)
-
-
 if __name__ == "__main__":
-    _main()
+    end_together(main)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import perf_counter
@@ -18,6 +16,7 @@ import pyreduce as pr
 from pyreduce import algorithms
 from pyreduce.bench import values
 from pyreduce.bench.cases import Buffers, Call, Case, Problem, bus_factor
+from pyreduce.bench.job import no_garbage_collection
 from pyreduce.bench.options import AUTO, Options, as_dtype
 
 __all__ = ["Bench", "Cell", "Row", "step_figures"]
@@ -165,7 +164,7 @@ class Bench:
         sound = self._check_all(contenders, expected)
         if sound:
             iterations = self._warm_up(sound)
-            with _no_garbage_collection():
+            with no_garbage_collection():
                 self._race(sound, iterations)
             self._check_all(sound, expected)
         self._measured += 1
@@ -381,14 +380,3 @@ def _cell(contender: Contender, native: Contender) -> Cell:
         wrong=contender.wrong,
         iterations=len(microseconds),
     )
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from math import isfinite
 from typing import Any
 
 from pyreduce import algorithms
+from pyreduce.commandline import parse_bytes, reporting_by
 from pyreduce.errors import Unsupported
 from pyreduce.programs import COLLECTIVES
 from pyreduce.simulate.events import MOST_MESSAGES, Timing, predict
@@ -40,18 +40,6 @@ def parse_seconds(text: str) -> float:
     if not (isfinite(seconds) and seconds >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is no time: 1e-6, 1us, 0.25ns")
     return seconds
-
-
-def parse_bytes(text: str) -> int:
-    """``4096``, ``64K``, ``32M`` or ``1G``."""
-    scale = {"K": 10, "M": 20, "G": 30}.get(text[-1:].upper())
-    try:
-        nbytes = int(text) if scale is None else int(text[:-1]) << scale
-    except ValueError:
-        nbytes = -1
-    if not 0 <= nbytes < 1 << 62:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: 4096, 64K, 32M or 1G")
-    return nbytes
 
 
 def parse_share(text: str) -> float:
@@ -257,9 +245,9 @@ def _read_network(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     topology = None
     if options.nodes is not None:
         try:
-            topology = virtual_nodes(options.nodes, options.ranks)
+            topology = virtual_nodes(options.nodes, options.ranks, "--nodes")
         except ValueError as error:
-            parser.error(str(error).replace("PYREDUCE_NODES", "--nodes"))
+            parser.error(str(error))
     for word in ("alpha_node", "beta_node"):
         if getattr(options, word) is not None and topology is None:
             parser.error(f"--{word.replace('_', '-')} says what holds within a node; needs --nodes")
@@ -326,13 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     network = _read_network(parser, options)
     if options.plot:
         _check_plot(parser, options.plot)
-    try:
-        if options.load:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(options.load)))  # as when Python runs a file
-            try:
-                runpy.run_path(options.load)
-            except (ImportError, SyntaxError) as error:
-                parser.error(f"--load {options.load}: {error}")
+    with reporting_by(parser, options.load):
         named = list(dict.fromkeys(options.algorithm or ()))
         names = named or [name for name in algorithms.names() if not algorithms.has_no_program(name)]
         timings, refused = _predict_all(names, options, network)
@@ -344,10 +326,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nleft out: {line}")
         if options.plot:
             print("\ndrawn: " + ", ".join(_draw(options, network, timings)))
-    except BrokenPipeError:
-        sys.stderr.close()
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     return 0
 
 
