@@ -14,6 +14,7 @@ SOURCES = [
     "copy.c",
     "fold.c",
     "cells.c",
+    "rounds.c",
     "shared_engine.c",
     "shared_pieces.c",
     "shared_door.c",

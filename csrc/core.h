@@ -21,6 +21,8 @@ enum pr_code {
     PR_BAD_COUNT = -4,   /* k < 1 */
     PR_BAD_DIVISOR = -5, /* not positive, or not exact in float32 */
     PR_NO_ROOM = -7,     /* out of memory, or slots too small for so many ranks */
+    PR_MPI_FAILED = -8,  /* a function of the MPI: pr_run_error says how */
+    PR_NO_MPI = -9,      /* not an MPI whose handles and statuses we know how to keep */
     PR_BAD_ISA = -6      /* PYREDUCE_ISA names an instruction set that is unknown or not available here */
 };
 
@@ -167,5 +169,45 @@ uint64_t pr_door_calls(const struct pr_shared *e);
 /* Shut all doors of an engine, for the long way; PR_BUSY if another thread is inside one. */
 int pr_door_shut(struct pr_shared *e);
 void pr_door_open(struct pr_shared *e);
+
+/* Programs of messages (csrc/rounds.c), over the MPI that Python has loaded: pr_mpi_use takes its functions, in this
+ * order, its MPI_BYTE, and the bytes of a handle and of a status. */
+enum pr_mpi_function {
+    PR_MPI_ISEND,
+    PR_MPI_IRECV,
+    PR_MPI_SEND_INIT,
+    PR_MPI_RECV_INIT,
+    PR_MPI_STARTALL,
+    PR_MPI_TESTALL,
+    PR_MPI_REQUEST_FREE,
+    PR_MPI_TYPE_CREATE_HINDEXED,
+    PR_MPI_TYPE_COMMIT,
+    PR_MPI_TYPE_FREE,
+    PR_MPI_FUNCTIONS
+};
+
+int pr_mpi_use(const uintptr_t *functions, uintptr_t byte, size_t handle_bytes, size_t status_bytes);
+
+struct pr_run; /* a program for the sizes of a call, under way or to be started again */
+
+enum pr_work { PR_WORK_FOLD, PR_WORK_COPY, PR_WORK_DIVIDE };
+
+/* words: the program, as rounds.c says, which must outlive it; op, dtype, element, divisor: of its folds, if it has any;
+ * kept: it is always started with the same arguments, and its messages are prepared once. NULL: no memory. */
+struct pr_run *pr_run_new(const int64_t *words, int op, int dtype, size_t element, double divisor, int kept);
+
+/* Begin, and do what can be done at once; the last one must be over. Then go on, and wait for peers for about so long;
+ * 0: not at all. The number of rounds that are over, or a code: then it cannot be gone on with. */
+int pr_run_start(struct pr_run *run, uintptr_t comm, int tag, uintptr_t input, uintptr_t output, uintptr_t scratch);
+int pr_run_advance(struct pr_run *run, int64_t nanoseconds);
+
+/* The MPI's code, after PR_MPI_FAILED. */
+int pr_run_error(const struct pr_run *run);
+
+/* Have the MPI free the messages it has prepared. */
+int pr_run_give_back(struct pr_run *run);
+
+/* The memory, unless messages are under way, which the MPI writes to. */
+void pr_run_free(struct pr_run *run);
 
 #endif

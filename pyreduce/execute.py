@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from itertools import chain
 from os import sched_yield
 from time import perf_counter
 from typing import Any
@@ -40,10 +41,12 @@ import numpy as np
 from mpi4py import MPI
 
 from pyreduce import ops
+from pyreduce._core import ffi, lib
 from pyreduce.arena import LINE
 from pyreduce.arrays import Array
 from pyreduce.blocks import offsets
 from pyreduce.calls import Call
+from pyreduce.libmpi import lend, raise_for
 from pyreduce.programs import (
     INPUT,
     OUTPUT,
@@ -87,15 +90,12 @@ LEAST_CREDIT = 1 << CREDIT_BITS - 1  # what a cell holds that is smaller is no c
 WORD = (1 << 64) - 1
 
 FOLD, COPY, PUT, GET, NOTIFY = range(5)
+WORKS = {FOLD: lib.PR_WORK_FOLD, COPY: lib.PR_WORK_COPY}
+LINGER_NS = 200_000
 
 Fragment = tuple[int, int]  # address, bytes
 Local = tuple[int, int, Any, Any]  # kind, peer, and for data target and sources, for a notify cell and value
 Round = tuple[list[Any], list[Any], list[Local], list[tuple[int, int]]]  # receives, sends, the rest, waits
-ShortMessage = tuple[int, int, tuple[Fragment, ...]]  # peer, space, and what of it; nothing: an empty message
-ShortWork = tuple[
-    int, int, int, int, tuple[tuple[int, int], ...]
-]  # kind, bytes, then space and offset: target, sources
-ShortRound = tuple[tuple[ShortMessage, ...], tuple[ShortMessage, ...], tuple[ShortWork, ...]]
 
 
 class Tags:
@@ -216,22 +216,19 @@ class Plan:
         self._cut(call, in_window)
         self._lay_out(program, call, in_window)
         self.rounds: list[Round] = []
-        self.short: tuple[ShortRound, ...] | None = None  # what `ShortExecution` runs
+        self.short: Short | None = None
         self.shared: bool | None = None
         self.credit = 0  # what a credit of this call is worth
         if not self.one_sided:
             self._compile_rounds()
-            if self.segments == 1:
-                self.short = tuple(self._shorten(steps) for steps in self.rounds)
-                received = sum(n for recvs, _, _ in self.short for _, _, cut in recvs for _, n in cut)
-                sent = sum(n for _, sends, _ in self.short for _, _, cut in sends for _, n in cut)
-                self.short_bytes = sent, received
         self.talking = program.cost().rounds
         self.bytes_put, self.bytes_got = self._count_bytes(Put), self._count_bytes(Get)
         self.result: list[Where] = []
         if self.divisor:
             divided = [Place(OUTPUT, b) for b in self._output_blocks()] if result is None else result
             self.result = [self._where(place) for place in divided]
+        if not self.one_sided and self.segments == 1 and lend():
+            self.short = Short(self)
         self.in_place_safe = in_place_safe(program)
         if program.collective == "reduce_scatter":
             self.in_place_safe &= call.counts[0] >= call.counts[call.rank]
@@ -240,6 +237,7 @@ class Plan:
         """The same plan, with scratch of its own and messages that are prepared once: for one place of the data."""
         plan = copy(self)
         plan.kept = {}
+        plan.short = self.short and self.short.persistent()
         plan.own_scratch = np.empty(self.scratch_bytes, np.uint8)
         return plan
 
@@ -249,6 +247,8 @@ class Plan:
             for request in requests:
                 request.Free()
         self.kept = {}
+        if self.short is not None:
+            self.short.free()
 
     def bind(self, shared: bool) -> None:
         """Compile the rounds for a transport: with shared memory, what is got for a fold is folded where it lies."""
@@ -349,25 +349,6 @@ class Plan:
                 local.append((NOTIFY, step.peer, step.cell, step.value))
         return recvs, sends, local, waits
 
-    def _shorten(self, steps: Round) -> ShortRound:
-        """A round of a call in one segment, with all that does not depend on where the data lie worked out."""
-        recvs, sends, local, _ = steps
-        nowhere = [0] * (len(SPACES) + 1)
-
-        def messages(named: Sequence[Any]) -> tuple[ShortMessage, ...]:
-            return tuple(
-                (peer, where.space, tuple(cut))
-                for peer, where in named
-                for cut in self._cut_messages(where, nowhere, 0)
-            )
-
-        work = tuple(
-            (kind, nbytes, dst.space, target, tuple((src.space, at) for src, at in zip(srcs, sources, strict=True)))
-            for kind, _, dst, srcs in local
-            for nbytes, target, sources in _rows(self, dst, srcs, nowhere, 0)
-        )
-        return messages(recvs), messages(sends), work
-
     def _only_read_next(self, get: Get, number: int, at: int) -> bool:
         """Whether what step `at` of round `number` gets into scratch may be read where it lies instead.
 
@@ -419,7 +400,7 @@ class Plan:
         if trace is not None:
             return TracedExecution(self, comm, bases, tag, room, trace)
         if self.short is not None:
-            return ShortExecution(self, comm, bases, tag)
+            return ShortExecution(self.short, comm, bases, tag)
         return Execution(self, comm, bases, tag, room)
 
     def pieces(self, where: Where, bases: Sequence[int], segment: int) -> list[Fragment]:
@@ -444,9 +425,9 @@ class Plan:
         if where.message is not None and where.message[1] <= self.limit:
             offset, nbytes = where.message
             return [MPI.buffer.fromaddress(bases[where.space] + offset, nbytes)]
-        return [_buffer(fragments) for fragments in self._cut_messages(where, bases, segment)]
+        return [_buffer(fragments) for fragments in self.cut_messages(where, bases, segment)]
 
-    def _cut_messages(self, where: Where, bases: Sequence[int], segment: int) -> list[list[Fragment]]:
+    def cut_messages(self, where: Where, bases: Sequence[int], segment: int) -> list[list[Fragment]]:
         """The messages of a place, each by what it is made of."""
         pieces = self.pieces(where, bases, segment)
         if not pieces:
@@ -765,95 +746,130 @@ class Execution:
                 ops.divide(plan.kernel[1], nbytes // plan.itemsize, address, address, plan.divisor)
 
 
+class Short:
+    """A plan of messages in one segment as the C core runs it (`csrc/rounds.c`), for calls that should cost little.
+
+    What does not depend on where the data lie is worked out here, once.
+
+    Attributes
+    ----------
+    rounds : int
+    peers : list of list of int
+        From whom each round receives.
+    sent, received : int
+        Bytes.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.kept = False
+        self.rounds = len(plan.rounds)
+        self.peers = [sorted({peer for peer, _ in recvs}) for recvs, _, _, _ in plan.rounds]
+        self.sent = self.received = 0
+        self._idle: list[Any] = []
+        self._fold = (*plan.kernel, plan.itemsize, plan.divisor)
+        nowhere = [0] * (len(SPACES) + 1)
+        words, most, together = [], 0, 0
+        for number, (recvs, sends, local, _) in enumerate(plan.rounds):
+            received, sent = (
+                [(peer, where.space, cut) for peer, where in named for cut in plan.cut_messages(where, nowhere, 0)]
+                for named in (recvs, sends)
+            )
+            self.received += sum(nbytes for _, _, cut in received for _, nbytes in cut)
+            self.sent += sum(nbytes for _, _, cut in sent for _, nbytes in cut)
+            works = [
+                (WORKS[kind], nbytes, dst.space, target, list(zip((src.space for src in srcs), sources, strict=True)))
+                for kind, _, dst, srcs in local
+                for nbytes, target, sources in _rows(plan, dst, srcs, nowhere, 0)
+            ]
+            if number == self.rounds - 1:
+                works += [
+                    (lib.PR_WORK_DIVIDE, nbytes, where.space, target, [])
+                    for where in plan.result
+                    for target, nbytes in plan.pieces(where, nowhere, 0)
+                ]
+            words += [len(received), len(sent), len(works)]
+            for peer, space, cut in received + sent:
+                words += [peer, space, len(cut), *chain.from_iterable(cut)]
+            for *head, sources in works:
+                words += [*head, len(sources), *chain.from_iterable(sources)]
+            most = max(most, len(received) + len(sent))
+            together += len(received) + len(sent)
+        self._words = ffi.new("int64_t[]", [self.rounds, most, together, *words])
+
+    def persistent(self) -> Short:
+        """The same with messages that are prepared once, by the first run."""
+        short = copy(self)
+        short.kept = True
+        short._idle = []
+        return short
+
+    def take(self) -> Any:
+        """A run that is not under way."""
+        if self._idle:
+            return self._idle.pop()
+        run = lib.pr_run_new(self._words, *self._fold, self.kept)
+        if run == ffi.NULL:
+            raise MemoryError("no memory for the messages of a call")
+        return ffi.gc(run, lib.pr_run_free)
+
+    def put(self, run: Any) -> None:
+        """Give back a run that is over."""
+        self._idle.append(run)
+
+    def free(self) -> None:
+        """Give the prepared messages back to the MPI."""
+        for run in self._idle:
+            raise_for(run, lib.pr_run_give_back(run))
+
+
 class ShortExecution:
-    """A call of messages in one segment under way: the same as `Execution` with less to look at, for small calls.
+    """A call of messages in one segment under way in the C core: the same as `Execution`, for small calls.
 
     A round's work begins when its sends are done as well, not only its receives.
     """
 
-    __slots__ = ("_bases", "_comm", "_number", "_plan", "_requests", "_tag", "moves", "received", "sent")
+    __slots__ = ("_run", "_short", "moves", "received", "sent")
 
     mismatched = ""
     waited_seconds = None
 
-    def __init__(self, plan: Plan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> None:
-        self._plan = plan
-        self._comm = comm
-        self._bases = bases
-        self._tag = tag
-        self._number = self.moves = 0
-        self.sent, self.received = plan.short_bytes
-        self._requests = self._post() if plan.short else []
+    def __init__(self, short: Short, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int) -> None:
+        self._short = short
+        self.sent, self.received = short.sent, short.received
+        self._run = short.take()
+        if short.kept:
+            tag = Tags.without_number(tag)
+        self._follow(lib.pr_run_start(self._run, comm.handle, tag, *bases))
 
     @property
     def talking(self) -> int:
         """Rounds of messages."""
-        return self._plan.talking
+        return self._short.rounds
 
     def advance(self) -> bool:
         """Do what can be done without waiting; True when the whole call is done on this rank."""
-        plan, bases = self._plan, self._bases
-        rounds = plan.short
-        assert rounds is not None
-        while self._number < len(rounds):
-            if self._requests and not _all_done(self._requests):
-                return False
-            for kind, nbytes, space, offset, srcs in rounds[self._number][2]:
-                sources = [bases[where] + at for where, at in srcs]
-                target = bases[space] + offset
-                if kind == FOLD:
-                    ops.fold(plan.kernel, nbytes // plan.itemsize, target, sources)
-                elif target != sources[0]:
-                    ops.copy(nbytes, target, sources[0])
-            self._number += 1
-            self.moves += 1
-            if self._number < len(rounds):
-                self._requests = self._post()
-            else:
-                for where in plan.result:
-                    for target, nbytes in plan.pieces(where, bases, 0):
-                        ops.divide(plan.kernel[1], nbytes // plan.itemsize, target, target, plan.divisor)
-        return True
-
-    def _post(self) -> list[Any]:
-        """Begin a round's messages."""
-        plan, comm = self._plan, self._comm
-        if plan.kept is None:
-            return self._messages(comm.Irecv, comm.Isend, self._tag)
-        kept = plan.kept.get((0, self._number, True))
-        if kept is None:
-            made = self._messages(comm.Recv_init, comm.Send_init, Tags.without_number(self._tag))
-            kept = plan.kept[0, self._number, True] = made, 0
-        MPI.Prequest.Startall(kept[0])
-        return list(kept[0])
-
-    def _messages(self, receive: Any, send: Any, tag: int) -> list[Any]:
-        assert self._plan.short is not None
-        bases = self._bases
-        recvs, sends, _ = self._plan.short[self._number]
-        requests = []
-        for post, named in ((receive, recvs), (send, sends)):
-            for peer, space, fragments in named:
-                if len(fragments) == 1:
-                    offset, nbytes = fragments[0]
-                    requests.append(post(MPI.buffer.fromaddress(bases[space] + offset, nbytes), peer, tag))
-                else:
-                    message = _buffer([(bases[space] + offset, nbytes) for offset, nbytes in fragments])
-                    requests.append(post(message, peer, tag))
-                    _release(message)
-        return requests
+        return self._run is None or self._follow(lib.pr_run_advance(self._run, 0))
 
     def linger(self) -> None:
-        """Give way: ranks may outnumber cores."""
-        sched_yield()
+        """Wait a moment for the next message; other ranks may have the core."""
+        self._follow(lib.pr_run_advance(self._run, LINGER_NS))
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that are still to be heard from, and the round, from 1."""
-        rounds = self._plan.short
-        assert rounds is not None
-        if self._number == len(rounds):
-            return [], len(rounds)
-        return sorted({peer for peer, _, _ in rounds[self._number][0]}), self._number + 1
+        if self._run is None:
+            return [], self._short.rounds
+        return self._short.peers[self.moves], self.moves + 1
+
+    def _follow(self, rounds: int) -> bool:
+        """So many rounds are over."""
+        if rounds < 0:
+            raise_for(self._run, rounds)
+        self.moves = rounds
+        if rounds < self._short.rounds:
+            return False
+        self._short.put(self._run)
+        self._run = None
+        return True
 
 
 class TracedExecution(Execution):

@@ -244,6 +244,7 @@ _MESSAGES = {
     lib.PR_BAD_PAIR: "the op is not defined for the dtype",
     lib.PR_BAD_COUNT: "a fold needs at least one source",
     lib.PR_NO_ROOM: "out of memory",
+    lib.PR_MPI_FAILED: "a function of the MPI has failed",
     lib.PR_BAD_DIVISOR: "the divisor must be positive and exact in float32",
 }
 

@@ -333,7 +333,7 @@ class Pending:
 
     def free_later(self, plan: AnyPlan) -> None:
         """A persistent plan is not used again: what the MPI keeps for it is given back at the next call."""
-        if isinstance(plan, Plan) and plan.kept:
+        if isinstance(plan, Plan) and plan.kept is not None:
             self._unused.append(plan)
 
     def run(self, operation: Operation, timeout: float | None) -> None:

@@ -31,6 +31,7 @@ LAYERS = [
     {"transports"},
     {"simulate", "verify", "trace"},
     {"profiles", "model"},
+    {"libmpi"},
     {"programs", "topology", "calls", "blocks", "arguments", "arrays", "settings", "ops", "errors"},
     {"_core"},
 ]
@@ -45,6 +46,7 @@ KNOW_MPI = {
     "peers",
     "tune",
     "execute",
+    "libmpi",
     "arena",
     "transports",
     "algorithms.native",
