@@ -44,7 +44,7 @@ class Figures:
     call, call_shared : float
         What a call costs before anything moves: of a program, or of ``shared``.
     round, message : float
-        What a round, and every message after its first, costs our Python.
+        What a round, and every message after its first, costs the processor.
     wait_shared : float
         One rank's word for another through the engine.
     native_call : float
@@ -69,10 +69,10 @@ class Figures:
     alpha_node: float = 2e-6
     beta_node: float = 0.5e-9
     beta_shared: float = 0.1e-9
-    call: float = 40e-6
+    call: float = 20e-6
     call_shared: float = 1e-6
-    round: float = 15e-6
-    message: float = 3e-6
+    round: float = 2e-6
+    message: float = 2e-6
     wait_shared: float = 0.3e-6
     native_call: float = 3e-6
     native_bytes: float = 1.5
@@ -153,6 +153,11 @@ def _wire(crossing: int, nbytes: float, figures: Figures) -> float:
     return figures.alpha + max(crossing * nbytes * figures.beta, nbytes * figures.beta_node)
 
 
+def _crowd(pairs: int, figures: Figures) -> float:
+    """How much longer a link takes if so many send through it at once."""
+    return 1 + figures.incast * (pairs - 1)
+
+
 def _segments(nbytes: float, nranks: int, figures: Figures) -> int:
     """Pieces that a block is moved in."""
     return max(1, ceil(nbytes / nranks / figures.segment_bytes))
@@ -207,7 +212,7 @@ def _naive(collective: str, nbytes: int, topology: Topology, figures: Figures) -
     """One round: everybody sends all it has, b bytes (S, for allgather S/P), to everybody.
 
     ``alpha + m (P-m) b beta + (P-1) b gamma`` with m ranks a node, or ``alpha_node + (P-1) b (beta_node + gamma)`` on
-    one; P-1 messages a rank.
+    one; P-1 messages a rank, and the crowd that `direct` has.
     """
     nranks = topology.nranks
     sent = nbytes / nranks if collective == "allgather" else float(nbytes)
@@ -216,7 +221,7 @@ def _naive(collective: str, nbytes: int, topology: Topology, figures: Figures) -
         wire = figures.alpha_node + within
     else:
         pairs = max(len(ranks) * (nranks - len(ranks)) for ranks in topology.nodes)
-        wire = figures.alpha + max(pairs * sent * figures.beta, within)
+        wire = figures.alpha + max(_crowd(pairs, figures) * pairs * sent * figures.beta, within)
     folding = 0.0 if collective == "allgather" else (nranks - 1) * sent * figures.gamma
     rounds = _segments(nbytes, nranks, figures) * (figures.round + (nranks - 1) * figures.message)
     return figures.call + rounds + wire + folding
@@ -242,7 +247,7 @@ def _pairwise(collective: str, nbytes: int, topology: Topology, figures: Figures
 def _direct(collective: str, nbytes: int, topology: Topology, figures: Figures) -> float:
     """``alpha + m (P-m) S/P beta + S (P-1)/P gamma`` with m ranks a node: pairwise in one round, P-1 messages a rank.
 
-    Where many send to one at once, some of it is dropped and sent again (`Figures.incast`).
+    Where many send to one at once, some of it is dropped and sent again.
     """
     nranks, block = topology.nranks, nbytes / topology.nranks
     within = (nranks - 1) * block * figures.beta_node
@@ -250,8 +255,7 @@ def _direct(collective: str, nbytes: int, topology: Topology, figures: Figures) 
         wire = figures.alpha_node + within
     else:
         pairs = max(len(ranks) * (nranks - len(ranks)) for ranks in topology.nodes)
-        crowd = 1 + figures.incast * (pairs - 1)
-        wire = figures.alpha + max(crowd * pairs * block * figures.beta, within)
+        wire = figures.alpha + max(_crowd(pairs, figures) * pairs * block * figures.beta, within)
     rounds = _segments(nbytes, nranks, figures) * (figures.round + (nranks - 1) * figures.message)
     return figures.call + _phases(collective) * (wire + rounds) + _folded(collective, nbytes, nranks, figures)
 
