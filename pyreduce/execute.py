@@ -753,7 +753,8 @@ class Short:
 
     Attributes
     ----------
-    rounds : int
+    rounds, talking : int
+        Rounds, and those in which messages travel.
     peers : list of list of int
         From whom each round receives.
     sent, received : int
@@ -762,7 +763,7 @@ class Short:
 
     def __init__(self, plan: Plan) -> None:
         self.kept = False
-        self.rounds = len(plan.rounds)
+        self.rounds, self.talking = len(plan.rounds), plan.talking
         self.peers = [sorted({peer for peer, _ in recvs}) for recvs, _, _, _ in plan.rounds]
         self.sent = self.received = 0
         self._idle: list[Any] = []
@@ -843,8 +844,8 @@ class ShortExecution:
 
     @property
     def talking(self) -> int:
-        """Rounds of messages."""
-        return self._short.rounds
+        """Rounds in which messages travel."""
+        return self._short.talking
 
     def advance(self) -> bool:
         """Do what can be done without waiting; True when the whole call is done on this rank."""

@@ -74,7 +74,7 @@ class Figures:
     round: float = 2e-6
     message: float = 2e-6
     wait_shared: float = 0.3e-6
-    native_call: float = 3e-6
+    native_call: float = 15e-6
     native_bytes: float = 1.5
     incast: float = 0.015
     changing: float = 1.05

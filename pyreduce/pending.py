@@ -363,10 +363,11 @@ class Pending:
         ):
             return False
         try:
+            operation.number = number = self.numbered + 1
             if not self.lock.acquire(blocking=False):
                 return False
             self.inside = threading.get_ident()
-            self.numbered = operation.number = number = self.numbered + 1
+            self.numbered = number
             operation.tag = self.tags.tag(operation.digest, number)
             self._queue.append(operation)
             own, operation.waited = plan.own_scratch, peers.waited

@@ -194,13 +194,16 @@ class PersistentRequest:
     def _start_long(self) -> None:
         if self._freed:
             raise ValueError(self._worded("start: this request has been freed"))
+        self._operation = self._new_operation()
+        self._pending.start(self._operation)
+        self._active, self._light = True, False
+
+    def _new_operation(self) -> Operation:
         plan, room = self._plan, None
         if isinstance(plan, Plan) and plan.one_sided:
             room = self._plans.room_for(plan, self._pending.settings.timeout)
         buffers = (self._staging.source, self._staging.target)
-        self._operation = Operation(plan, self._digest, self._source, self._target, buffers, room)
-        self._pending.start(self._operation)
-        self._active, self._light = True, False
+        return Operation(plan, self._digest, self._source, self._target, buffers, room)
 
     def wait(self, timeout: float | None = None) -> Array:
         """Wait until the call is complete, and return its result; see `Request.wait`.
@@ -253,6 +256,12 @@ class PersistentRequest:
 
     def __call__(self, timeout: float | None = None) -> Array:
         """`start`, then `wait`."""
+        if self._handle is None and not self._active and not self._freed:
+            seconds = self._pending.settings.timeout if timeout is None else check_seconds("timeout", timeout)
+            if self._result is None:
+                self._staging.read()
+            self._pending.run(self._new_operation(), seconds)
+            return self._staging.write() if self._result is None else self._result
         self.start()
         return self.wait(timeout)
 

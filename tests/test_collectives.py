@@ -467,3 +467,34 @@ def test_communicators_of_every_kind(comm: Any, make_communicator: MakeCommunica
             run_checked(c, collective, "float32", 45)
     backwards.Free()
     alone.Free()
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "ring", "direct", "circulant", "recursive_doubling", "native"])
+def test_python_makes_the_same_calls_where_the_core_cannot(
+    make_communicator: MakeCommunicator, comm: Any, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """Calls in one segment run in C; if the MPI's functions cannot be found, in the interpreter of the others."""
+    outcomes = []
+    limit = None if algorithm == "native" else 200  # bytes of a message
+    for found in (True, False):
+        if not found:
+            monkeypatch.setattr("pyreduce.execute.lend", lambda: False)
+        c = make_communicator(message_bytes=limit, algorithm=algorithm, nodes=str(comm.size))
+        results = []
+        for rows in (0, 1, comm.size, 3 * comm.size + 1, 40 * comm.size):
+            x = ((np.arange(rows * 3) + comm.rank) / 7).reshape(rows, 3)
+            for op in ("SUM", "AVG"):
+                results.append(c.allreduce(x, op=op))
+                if algorithm != "recursive_doubling":
+                    results.append(c.reduce_scatter(x, op=op))
+                    results.append(c.allgather(results[-1]))
+            with c.allreduce_init(x, y := np.empty_like(x)) as request:
+                for _ in range(3):
+                    results.append(request().copy())
+                request.start()
+                results.append(request.wait())
+            requests = [c.iallreduce(x * k, y * 0) for k in range(3)]
+            results += [request.wait() for request in reversed(requests)]
+        stats = {key: (s.calls, s.rounds, s.bytes_sent, s.bytes_received) for key, s in c.stats.items()}
+        outcomes.append(([result.tobytes() for result in results], stats))
+    assert outcomes[0] == outcomes[1]

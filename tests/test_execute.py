@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mpi4py.MPI")
 
-from pyreduce import algorithms, ops
+from mpi4py import MPI
+
+from pyreduce import algorithms, libmpi, ops
+from pyreduce._core import ffi, lib
 from pyreduce.blocks import partition
 from pyreduce.calls import Call
 from pyreduce.execute import NOTICE_TAG, Plan, Tags
@@ -96,6 +99,32 @@ def test_both_sides_cut_a_message_alike(data):
         for rank in range(nranks):
             for peer in set(range(nranks)) - {rank}:
                 assert sizes(rank, peer, Send, segment) == sizes(peer, rank, Recv, segment)
+
+
+def test_what_the_mpi_refuses_is_raised_as_its_exception():
+    """A program of the core that sends to a rank which is not there."""
+    comm = MPI.COMM_SELF.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    assert libmpi.lend()
+    words = ffi.new("int64_t[]", [1, 1, 1, 0, 1, 0, 7, 0, 0])
+    run = ffi.gc(lib.pr_run_new(words, 0, 0, 1, 0, 0), lib.pr_run_free)
+    with pytest.raises(MPI.Exception) as info:
+        libmpi.raise_for(run, lib.pr_run_start(run, comm.handle, 1, 0, 0, 0))
+    assert info.value.Get_error_class() == MPI.ERR_RANK
+    comm.Free()
+
+
+@pytest.mark.parametrize("name", ["PMPI_Nothing", "MPI_Isend"])
+def test_an_mpi_whose_functions_cannot_be_found_is_left_to_python(monkeypatch, name):
+    monkeypatch.setattr(libmpi, "FUNCTIONS", (name, *libmpi.FUNCTIONS[1:]))
+    libmpi.lend.cache_clear()
+    try:
+        assert libmpi.lend() is (name == "MPI_Isend")
+        assert (make_plan("ring", "allreduce", (3, 3)).short is None) is (name != "MPI_Isend")
+    finally:
+        monkeypatch.undo()
+        libmpi.lend.cache_clear()
+        assert libmpi.lend()
 
 
 def size_of(message: list) -> int:

@@ -1,5 +1,5 @@
-"""The cells and the shared-memory engine of csrc under the thread, address and undefined-behaviour sanitizers, threads
-in place of ranks."""
+"""Cells, rounds of messages and the shared-memory engine of csrc under the thread, address and undefined-behaviour
+sanitizers, threads in place of ranks."""
 
 from __future__ import annotations
 
@@ -128,6 +128,20 @@ def test_cells_publish_what_was_written(kind: str, tmp_path: Path) -> None:
         done = run(program, nranks, ROUNDS)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout == f"{nranks} ranks, {ROUNDS} rounds: 0 wrong\n"
+
+
+@pytest.mark.parametrize("handle", ["int32_t", "uintptr_t"])
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_rounds_of_messages_over_an_mpi_of_either_width(kind: str, handle: str, tmp_path: Path, objects: Path) -> None:
+    need(kind, tmp_path)
+    program = tmp_path / "stress"
+    sources = [STRESS / "rounds_stress.c", *(CSRC / name for name in ("rounds.c", "copy.c", "fold.c"))]
+    compile_c(kind, *STRICT, f"-DHANDLE_TYPE={handle}", *sources, kernels(kind, objects), "-o", program)
+    for nranks in (2, 3, 20):  # 20: more sources than fold without memory of their own
+        calls = max(ROUNDS // nranks**2, 3)
+        done = run(program, nranks, calls, PYREDUCE_ISA="baseline")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout == f"{nranks} ranks, {calls} calls: 0 wrong\n"
 
 
 @pytest.mark.parametrize("kind", SANITIZERS)
