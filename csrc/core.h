@@ -196,10 +196,15 @@ enum pr_work { PR_WORK_FOLD, PR_WORK_COPY, PR_WORK_DIVIDE };
  * kept: it is always started with the same arguments, and its messages are prepared once. NULL: no memory. */
 struct pr_run *pr_run_new(const int64_t *words, int op, int dtype, size_t element, double divisor, int kept);
 
-/* Begin, and do what can be done at once; the last one must be over. Then go on, and wait for peers for about so long;
- * 0: not at all. The number of rounds that are over, or a code: then it cannot be gone on with. */
+/* Begin, and do what can be done at once; the last one must be over. Then go on, and wait for peers for about so long,
+ * 0: not at all, until so many rounds are over; what can be done without waiting is done in any case. The number of
+ * rounds that are over, or a code: then it cannot be gone on with. */
 int pr_run_start(struct pr_run *run, uintptr_t comm, int tag, uintptr_t input, uintptr_t output, uintptr_t scratch);
-int pr_run_advance(struct pr_run *run, int64_t nanoseconds);
+int pr_run_advance(struct pr_run *run, int64_t nanoseconds, int until);
+
+/* When it began, and when each round was over, by pr_clock: nanoseconds. */
+const int64_t *pr_run_times(const struct pr_run *run);
+int64_t pr_clock(void);
 
 /* The MPI's code, after PR_MPI_FAILED. */
 int pr_run_error(const struct pr_run *run);

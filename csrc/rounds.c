@@ -45,6 +45,7 @@ struct pr_run {
     uintptr_t comm;
     uintptr_t bases[3];
     void *requests, *statuses;
+    int64_t *times; /* when it began, and when each round was over */
 };
 
 struct message {
@@ -94,13 +95,11 @@ struct pr_run *pr_run_new(const int64_t *words, int op, int dtype, size_t elemen
     run->kept = kept;
     run->requests = calloc(slots, mpi.handle_bytes);
     run->statuses = calloc(slots, mpi.status_bytes);
-    if (run->requests == NULL || run->statuses == NULL) {
-        free(run->requests);
-        free(run->statuses);
-        free(run);
-        return NULL;
-    }
-    return run;
+    run->times = calloc((size_t)run->rounds + 1, sizeof *run->times);
+    if (run->requests && run->statuses && run->times)
+        return run;
+    pr_run_free(run);
+    return NULL;
 }
 
 /* Memory that the MPI may still write to is never given back. */
@@ -110,6 +109,7 @@ void pr_run_free(struct pr_run *run)
         return;
     free(run->requests);
     free(run->statuses);
+    free(run->times);
     free(run);
 }
 
@@ -207,11 +207,22 @@ int pr_run_start(struct pr_run *run, uintptr_t comm, int tag, uintptr_t input, u
     run->bases[2] = scratch;
     run->at = run->words + HEAD_WORDS;
     run->round = run->first = run->count = 0;
+    run->times[0] = pr_now();
     int code = run->rounds ? post(run) : PR_OK;
-    return code == PR_OK ? pr_run_advance(run, 0) : code;
+    return code == PR_OK ? pr_run_advance(run, 0, 0) : code;
 }
 
-int pr_run_advance(struct pr_run *run, int64_t nanoseconds)
+const int64_t *pr_run_times(const struct pr_run *run)
+{
+    return run->times;
+}
+
+int64_t pr_clock(void)
+{
+    return pr_now();
+}
+
+int pr_run_advance(struct pr_run *run, int64_t nanoseconds, int until)
 {
     int64_t end = 0;
     while (run->round < run->rounds) {
@@ -235,7 +246,9 @@ int pr_run_advance(struct pr_run *run, int64_t nanoseconds)
         int code = work(run);
         if (code != PR_OK)
             return code;
-        run->round++;
+        run->times[++run->round] = pr_now();
+        if (run->round == until)
+            nanoseconds = 0;
         if (run->round < run->rounds && (code = post(run)) != PR_OK)
             return code;
     }

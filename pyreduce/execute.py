@@ -71,7 +71,7 @@ from pyreduce.programs import (
 from pyreduce.trace import Shape, Trace
 from pyreduce.transports import Chunk
 
-__all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "ShortExecution", "Tags"]
+__all__ = ["CELL", "LEAST_CREDIT", "Execution", "Plan", "Room", "ShortExecution", "Tags", "TracedShortExecution"]
 
 SCRATCH_BYTES = 32 << 20  # a program that wants more scratch than this gets smaller segments
 LEAST_SEGMENT_BYTES = 4096
@@ -92,6 +92,7 @@ WORD = (1 << 64) - 1
 FOLD, COPY, PUT, GET, NOTIFY = range(5)
 WORKS = {FOLD: lib.PR_WORK_FOLD, COPY: lib.PR_WORK_COPY}
 LINGER_NS = 200_000
+CLOCK_AHEAD = perf_counter() - lib.pr_clock() * 1e-9  # of the core's clock, which on Linux is the same
 
 Fragment = tuple[int, int]  # address, bytes
 Local = tuple[int, int, Any, Any]  # kind, peer, and for data target and sources, for a notify cell and value
@@ -232,6 +233,12 @@ class Plan:
         self.in_place_safe = in_place_safe(program)
         if program.collective == "reduce_scatter":
             self.in_place_safe &= call.counts[0] >= call.counts[call.rank]
+
+    def traced_shape(self) -> Shape:
+        """What a trace says of its rounds."""
+        if self.shape is None:
+            self.shape = Shape(self.program, self.counts, self.segment, self.itemsize)
+        return self.shape
 
     def persistent(self) -> Plan:
         """The same plan, with scratch of its own and messages that are prepared once: for one place of the data."""
@@ -397,6 +404,8 @@ class Plan:
         trace : Trace, optional
             What is told of its rounds.
         """
+        if self.short is not None and trace is not None:
+            return TracedShortExecution(self, comm, bases, tag, trace)
         if trace is not None:
             return TracedExecution(self, comm, bases, tag, room, trace)
         if self.short is not None:
@@ -849,11 +858,11 @@ class ShortExecution:
 
     def advance(self) -> bool:
         """Do what can be done without waiting; True when the whole call is done on this rank."""
-        return self._run is None or self._follow(lib.pr_run_advance(self._run, 0))
+        return self._run is None or self._follow(lib.pr_run_advance(self._run, 0, 0))
 
     def linger(self) -> None:
         """Wait a moment for the next message; other ranks may have the core."""
-        self._follow(lib.pr_run_advance(self._run, LINGER_NS))
+        self._follow(lib.pr_run_advance(self._run, LINGER_NS, self._short.rounds))
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that are still to be heard from, and the round, from 1."""
@@ -873,6 +882,43 @@ class ShortExecution:
         return True
 
 
+class TracedShortExecution(ShortExecution):
+    """One that tells a trace, when it is over, what the core has noted of its rounds."""
+
+    __slots__ = ("_shape", "_trace")
+
+    def __init__(self, plan: Plan, comm: MPI.Intracomm, bases: tuple[int, int, int], tag: int, trace: Trace) -> None:
+        assert plan.short is not None
+        self._shape, self._trace = plan.traced_shape(), trace
+        super().__init__(plan.short, comm, bases, tag)
+
+    def linger(self) -> None:
+        """Wait a moment for what the round waits for: a wait is for one round's peers."""
+        if self._run is not None:
+            self._follow(lib.pr_run_advance(self._run, LINGER_NS, self.moves + 1))
+
+    def tell(self) -> None:
+        """What has been done of a call that will not be completed."""
+        if self._run is not None:
+            self._tell(self._run)
+
+    def sample(self) -> tuple[Any, ...]:
+        """See `TracedExecution`."""
+        waits = self._run is not None
+        return self._shape, (self.moves if waits else 0, waits, False)
+
+    def _follow(self, rounds: int) -> bool:
+        run = self._run
+        done = ShortExecution._follow(self, rounds)
+        if done:
+            self._tell(run)
+        return done
+
+    def _tell(self, run: Any) -> None:
+        times = ffi.unpack(lib.pr_run_times(run), self.moves + 1)
+        self._trace.append(("rounds", self._trace.lane_tid, CLOCK_AHEAD, 0.0, times, self._shape))
+
+
 class TracedExecution(Execution):
     """An execution that tells a trace when each lane was through with each round."""
 
@@ -889,9 +935,7 @@ class TracedExecution(Execution):
         room: Room | None,
         trace: Trace,
     ) -> None:
-        if plan.shape is None:
-            plan.shape = Shape(plan.program, plan.counts, plan.segment, plan.itemsize)
-        self._shape = plan.shape
+        self._shape = plan.traced_shape()
         self._append, self._tid = trace.append, trace.lane_tid
         self._begun = [0.0] * plan.lanes
         super().__init__(plan, comm, bases, tag, room)

@@ -2,7 +2,7 @@
 
 A message takes ``alpha + bytes * beta``, folding ``bytes * gamma``; ranks of a node share the node's link, so a round
 takes as long as its busiest link: ``alpha + k * b * beta`` if k ranks of a node send b bytes each to other nodes at
-once, and ``alpha_node + b * beta_node`` if nobody does. To that come what our Python adds to a call and to a round.
+once, and ``alpha_node + b * beta_node`` if nobody does. To that comes what a call and a round cost the processor.
 
 The formulas for the classic algorithms are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective
 Communication Operations in MPICH", 2005; that of the circulant one is Träff's, arXiv 2410.14234. The model ranks
@@ -326,7 +326,7 @@ def _native(collective: str, nbytes: int, topology: Topology, figures: Figures) 
 
     ``ceil(log2 P) alpha + min(log2 P (alpha + S (beta + gamma)), 2 log2 P alpha + 2 S (P-1)/P beta + S (P-1)/P gamma)``
     for allreduce; of reduce_scatter and allgather one half of the latter. The agreement is `pyreduce.algorithms.native`
-    's, its rounds run by Python; the MPI's own rounds cost no Python.
+    's, in rounds like any program's; the MPI's own rounds come after it.
     """
     nranks, by_shift = topology.nranks, _crossings_by_shift(topology)
     agreeing, shift = 0.0, 1

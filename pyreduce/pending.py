@@ -35,7 +35,7 @@ from pyreduce.algorithms.shared import Engine, SharedCounts, SharedExecution, Sh
 from pyreduce.arguments import Arguments
 from pyreduce.arrays import Array
 from pyreduce.calls import Call
-from pyreduce.execute import Execution, Plan, Room, ShortExecution, Tags
+from pyreduce.execute import Execution, Plan, Room, ShortExecution, Tags, TracedShortExecution
 from pyreduce.peers import Peers, Watch, log
 from pyreduce.settings import Settings
 from pyreduce.trace import Trace
@@ -354,7 +354,6 @@ class Pending:
             or self.closed
             or self.engine is not None
             or self.progress is not None
-            or self.trace is not None
             or self._unused
             or self.settings.check == "full"
             or plan in self.silent
@@ -369,15 +368,24 @@ class Pending:
             self.inside = threading.get_ident()
             self.numbered = number
             operation.tag = self.tags.tag(operation.digest, number)
+            trace = self.trace
+            if trace is not None:
+                trace.arrived = perf_counter()
+                trace.begin(number, plan.call, plan.why, False)
             self._queue.append(operation)
             own, operation.waited = plan.own_scratch, peers.waited
             scratch = self._scratch_address if own is None else arrays.address(own)
             bases = (operation.source, operation.target, scratch)
-            operation.started = started = ShortExecution(plan.short, self.comm, bases, operation.tag)
+            operation.started = started = plan.start(self.comm, bases, operation.tag, None, trace)
             if not started.advance():
                 idle_since = perf_counter()
+                if trace is not None:
+                    trace.pause(started, idle_since)
                 started.linger()
-                peers.waited += perf_counter() - idle_since
+                now = perf_counter()
+                peers.waited += now - idle_since
+                if trace is not None:
+                    trace.resume(now, started)
                 if not started.advance():
                     _active[id(self)] = self
                     self._complete(operation, timeout)
@@ -569,6 +577,8 @@ class Pending:
         if head is not None:
             self.peers.leave(error, head.plan.call, head.number, [(op.buffers, op.scratch, op.started) for op in ended])
         if self.trace is not None:
+            if head is not None and isinstance(head.started, TracedShortExecution):
+                head.started.tell()
             self.trace.torn(error)
         for op in ended:
             op.error = error

@@ -28,6 +28,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 from time import perf_counter, time, time_ns
@@ -192,6 +193,14 @@ class TraceFile:
                 segment, number, shape = rest
                 text = f'"segment":{segment},{shape.tell(number, segment)}'
                 yield f'{lasting},"cat":"round","name":"round {number + 1}","args":{{{text}}}}},\n'
+            elif kind == "rounds":  # what the C core has noted: nanoseconds of its clock, `begun` seconds behind
+                times, shape = rest
+                for number, (start, after) in enumerate(pairwise(time + round(begun * 1e9) for time in times)):
+                    lasting = (
+                        f'"dur":{_microseconds(after - start)},"ts":{_microseconds(start)},"pid":{pid},"tid":{tid}'
+                    )
+                    text = f'"cat":"round","name":"round {number + 1}","args":{{"segment":0,{shape.tell(number, 0)}}}'
+                    yield f'{{"ph":"X",{lasting},{text}}},\n'
             elif kind == "wait":
                 yield f'{lasting},"cat":"wait","name":"wait","args":{{"for":{_awaited(rest[0])}}}}},\n'
             elif kind == "door":

@@ -8,7 +8,7 @@ Restrictions
     No bfloat16 (but for AVG and allgather), no MIN and MAX of floats (MPI's need not propagate NaN), no SUM of 8- and
     16-bit integers (Open MPI's saturates), no vector longer than the message limit. The fold order is the MPI's secret.
 Best for
-    Middling sizes, where the MPI's tuned C beats our Python rounds.
+    Where the MPI knows a better way than ours, or hardware that helps.
 
 Calls that do not match hang inside an MPI or give wrong results. So the ranks first agree, by the rounds below (the
 dissemination barrier of Hensgen, Finkel and Manber, 1988), whose messages carry the call's digest in their tags like

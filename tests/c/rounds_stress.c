@@ -268,9 +268,12 @@ static void *run(void *which)
             while (done >= 0 && done < 3) {
                 if (rand_r(&seed) % 8 == 0)
                     usleep(rand_r(&seed) % 30);
-                done = pr_run_advance(run, rand_r(&seed) % 2 ? 0 : 20000);
+                done = pr_run_advance(run, rand_r(&seed) % 2 ? 0 : 20000, rand_r(&seed) % 2 ? 3 : done + 1);
             }
             wrong += done != 3;
+            for (int i = 0; i < 3; i++)
+                wrong += pr_run_times(run)[i] > pr_run_times(run)[i + 1];
+            wrong += pr_run_times(run)[3] > pr_clock();
             for (int i = 0; i < nranks * BLOCK; i++)
                 wrong += output[i] != 1000.0 * (nranks - 1) / 2 + call + i;
         }
