@@ -2,9 +2,9 @@
 
     python benchmarks/validate.py benchmarks/results/network-4x1-1gbit.json [--from BYTES]
 
-reads what `network.py` wrote: the figures it measured while all ranks were busy, and the time of every program that it
-ran by name, and prints a table of predicted and measured times, smallest vector first. The model (`pyreduce.simulate`)
-knows the wire and the folds; what a call costs before its first message (`--call`) and what a round costs a rank's
+reads what `network.py` wrote: half a round trip of one small message (alpha), what a byte costs and what folding it costs
+while all ranks are busy (beta, gamma), and the time of every program that it ran by name; and prints a table of predicted
+and measured times, smallest vector first. The model (`pyreduce.simulate`) knows the wire and the folds; what a call costs before its first message (`--call`) and what a round costs a rank's
 software (`--round`) are taken from the measured time of the smallest vector: two figures for all algorithms.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
     found = json.loads(options.file.read_text())
     figures, shape = found["figures"], found["network"]
     nranks = shape["hosts"] * shape["ranks_a_host"]
-    network = Network(alpha=figures["alpha_busy"], beta=figures["beta_busy"], gamma=figures["gamma"])
+    network = Network(alpha=figures["alpha"], beta=figures["beta_busy"], gamma=figures["gamma"])
     cells = sorted(cells_of(found), key=lambda cell: (cell[2], cell[0], cell[1]))
     least = min(nbytes for _, _, nbytes, _ in cells)
     call, turn = fit_overhead([cell for cell in cells if cell[2] == least], nranks, network)
@@ -76,11 +76,12 @@ def main() -> None:
 
 
 def fit_overhead(cells: list[tuple[str, str, int, float]], nranks: int, network: Network) -> tuple[float, float]:
-    """What a call and a round cost beyond the model, by least squares over the smallest vectors; neither negative."""
+    """What a call and a round cost beyond the model, by least squares of the smallest vectors' relative errors."""
     rows, rest = [], []
     for collective, name, nbytes, measured in cells:
-        rows.append([1.0, algorithms.get(name).program(collective, nranks, 0).cost().rounds])
-        rest.append(measured - play(collective, name, nbytes, nranks, network))
+        rounds = algorithms.get(name).program(collective, nranks, 0).cost().rounds
+        rows.append([1.0 / measured, rounds / measured])
+        rest.append(1.0 - play(collective, name, nbytes, nranks, network) / measured)
     (call, turn), *_ = np.linalg.lstsq(np.array(rows), np.array(rest), rcond=None)
     return max(float(call), 0.0), max(float(turn), 0.0)
 

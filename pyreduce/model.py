@@ -76,7 +76,7 @@ class Figures:
     wait_shared: float = 0.3e-6
     native_call: float = 15e-6
     native_bytes: float = 1.5
-    incast: float = 0.015
+    incast: float = 0.025
     changing: float = 1.05
     call_hierarchical: float = 100e-6
     segment_bytes: int = 1 << 20
