@@ -2,10 +2,11 @@
 
     python benchmarks/validate.py benchmarks/results/network-4x1-1gbit.json [--from BYTES]
 
-reads what `network.py` wrote: half a round trip of one small message (alpha), what a byte costs and what folding it costs
-while all ranks are busy (beta, gamma), and the time of every program that it ran by name; and prints a table of predicted
-and measured times, smallest vector first. The model (`pyreduce.simulate`) knows the wire and the folds; what a call costs before its first message (`--call`) and what a round costs a rank's
-software (`--round`) are taken from the measured time of the smallest vector: two figures for all algorithms.
+reads what `network.py` wrote: half a round trip of one small message (alpha), what a byte costs and what folding it
+costs while all ranks are busy (beta, gamma), and the time of every program that it ran by name; and prints a table of
+predicted and measured times, smallest vector first. The model (`pyreduce.simulate`) knows the wire and the folds; what
+a call costs before its first message (`--call`) and what a round costs a rank's software (`--round`) are taken from the
+measured times of the smallest vector: two figures for all algorithms.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ void pr_door_free(struct pr_door *door);
 /* Have a door know a plan for arrays like these; PR_SHUT if it does already, or if they are not for doors. */
 int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t send, uintptr_t recv);
 
-/* A whole call. PR_SHUT: nothing was done, take the long way. PR_PENDING, PR_MISMATCH: go on with pr_shared_advance. */
+/* A whole call; with one array for both, in place. PR_SHUT: nothing was done, take the long way. PR_PENDING, PR_MISMATCH: go on with pr_shared_advance. */
 int pr_door_call(struct pr_door *door, uintptr_t send, uintptr_t recv);
 
 /* Whether pr_door_call has left a call waiting, which only the thread that made it may go on with; and that it has. */

@@ -34,6 +34,7 @@ struct pr_door_entry {
     int nd[2];
     intptr_t dims[2][MOST_DIMS];
     size_t nbytes[2];
+    int whole; /* one array, which holds input and output of different lengths: in place */
 };
 
 static size_t head_bytes;   /* 0: not known, doors stay shut */
@@ -91,13 +92,20 @@ static int fits(const struct ndarray *a, const struct pr_door_entry *entry, int 
     return 1;
 }
 
+static int whole(const struct pr_shared_plan *plan, const struct ndarray *send, const struct ndarray *recv)
+{
+    return send == recv && plan->collective != PR_ALLREDUCE;
+}
+
 static const struct pr_door_entry *find(struct pr_door *door, const struct ndarray *send, const struct ndarray *recv)
 {
-    for (int i = 0, at = door->last; i < door->count; i++, at = at + 1 < door->count ? at + 1 : 0)
-        if (fits(send, &door->entries[at], 0) && fits(recv, &door->entries[at], 1)) {
+    for (int i = 0, at = door->last; i < door->count; i++, at = at + 1 < door->count ? at + 1 : 0) {
+        const struct pr_door_entry *entry = &door->entries[at];
+        if (fits(send, entry, 0) && fits(recv, entry, 1) && entry->whole == whole(entry->plan, send, recv)) {
             door->last = at;
-            return &door->entries[at];
+            return entry;
         }
+    }
     return NULL;
 }
 
@@ -109,6 +117,7 @@ int pr_door_add(struct pr_door *door, struct pr_shared_plan *plan, uintptr_t sen
     struct pr_door_entry entry = {.plan = plan};
     if (arrays[0] == NULL || arrays[1] == NULL || arrays[0]->descr != arrays[1]->descr)
         return PR_SHUT; /* it knows one descr, which its plan keeps alive */
+    entry.whole = whole(plan, arrays[0], arrays[1]);
     if (find(door, arrays[0], arrays[1]) != NULL)
         return PR_SHUT;
     for (int i = 0; i < 2; i++) {
@@ -146,9 +155,12 @@ static int enter(struct pr_door *door, const struct ndarray *send, const struct 
         return PR_SHUT;
     uintptr_t source = (uintptr_t)send->data, target = (uintptr_t)recv->data;
     int apart = source + entry->nbytes[0] <= target || target + entry->nbytes[1] <= source;
-    if (!apart && !(source == target && entry->plan->collective == PR_ALLREDUCE))
+    struct pr_shared_plan *plan = entry->plan;
+    if (!apart && !entry->whole && !(source == target && plan->collective == PR_ALLREDUCE))
         return PR_SHUT;
-    int code = pr_shared_start(entry->plan, source, target);
+    if (entry->whole && plan->collective == PR_ALLGATHER) /* its block lies at its place */
+        source += plan->starts[e->rank] * plan->size;
+    int code = pr_shared_start(plan, source, target);
     e->light += code != PR_BUSY;
     if (code == PR_PENDING)
         code = pr_shared_advance(e, PATIENCE_NS);

@@ -45,6 +45,7 @@ from pyreduce.windows import Window, make_window
 
 __all__ = ["IN_PLACE", "Communicator", "Stats"]
 
+MPI_IN_PLACE = MPI.IN_PLACE
 DOORS_KEPT = 256
 AGAIN_SECONDS = 10.0  # at least, for ranks that have come to say so
 PROGRESS = (None, "thread")
@@ -233,7 +234,7 @@ class Communicator:
             if trace.begun == before:
                 now = perf_counter()
                 trace.doors = doors = trace.doors + 1
-                array = sendbuf if sends else result
+                array = sendbuf if sends and type(sendbuf) is np.ndarray else recvbuf
                 number = pending.numbered + doors
                 append(("door", tid, begun, now, number, collective, array.nbytes, array.dtype, options))
                 if not doors & 1023 and len(trace.events) > EVENTS_KEPT:
@@ -310,6 +311,8 @@ class Communicator:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         if timeout is None and counts is None:
+            if sendbuf is IN_PLACE or sendbuf is MPI_IN_PLACE:
+                sendbuf = sendbuf if recvbuf is None else recvbuf
             try:
                 door = (
                     self._reduce_scatter_door
@@ -317,10 +320,9 @@ class Communicator:
                     else self._doors["reduce_scatter"][op, algorithm]
                 )
                 code = _door_call(door, id(sendbuf), id(recvbuf))
-                if code == OK:
-                    return recvbuf  # type: ignore[no-any-return]
                 if code != SHUT:
-                    return self._go_on(sendbuf, recvbuf)
+                    block = recvbuf if code == OK else self._go_on(sendbuf, recvbuf)
+                    return self._front(block) if sendbuf is recvbuf else block
             except BaseException as error:
                 self._torn(error, op, algorithm)
         return self._call("reduce_scatter", sendbuf, recvbuf, op, counts, algorithm, timeout)
@@ -360,6 +362,8 @@ class Communicator:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         if timeout is None and counts is None:
+            if sendbuf is IN_PLACE or sendbuf is MPI_IN_PLACE:
+                sendbuf = sendbuf if recvbuf is None else recvbuf
             try:
                 door = self._allgather_door if algorithm is None else self._doors["allgather"][None, algorithm]
                 code = _door_call(door, id(sendbuf), id(recvbuf))
@@ -404,6 +408,8 @@ class Communicator:
         MismatchError, CollectiveTimeout, BrokenCommunicatorError
         """
         if timeout is None:
+            if sendbuf is IN_PLACE or sendbuf is MPI_IN_PLACE:
+                sendbuf = sendbuf if recvbuf is None else recvbuf
             try:
                 door = (
                     self._allreduce_door if op is SUM and algorithm is None else self._doors["allreduce"][op, algorithm]
@@ -651,18 +657,21 @@ class Communicator:
         """A blocking call that no door is open for."""
         key: Any = None
         if counts is None and type(sendbuf) is np.ndarray and type(recvbuf) is np.ndarray:
-            key = (collective, op, algorithm, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
+            in_place = sendbuf is recvbuf
+            key = (collective, op, algorithm, in_place, sendbuf.dtype, sendbuf.shape, recvbuf.dtype, recvbuf.shape)
             known = self._find_known(key)
             if known is not None and sendbuf.flags.c_contiguous and sendbuf.flags.aligned and recvbuf.flags.carray:
                 source, target = arrays.address(sendbuf), arrays.address(recvbuf)
-                if source + sendbuf.nbytes <= target or target + recvbuf.nbytes <= source:
+                if in_place or source + sendbuf.nbytes <= target or target + recvbuf.nbytes <= source:
                     plan, digest = known
                     seconds = self._settings.timeout if timeout is None else self._seconds(collective, timeout)
                     self._pending.run(Operation(plan, digest, source, target, (sendbuf, recvbuf)), seconds)
                     return recvbuf
         seconds = self._seconds(collective, timeout)
         plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds)
-        if key is not None and staging.direct and staging.source is not staging.target and not _needs_room(plan):
+        # In place, it is for an allreduce alone that input and output begin where the array does.
+        plain = key is not None and staging.direct and (not in_place or collective == "allreduce")
+        if plain and not _needs_room(plan):
             with suppress(TypeError):  # mpi4py's constants have no hash
                 self._known[key] = plan, digest
         return self._run(plan, digest, staging, seconds)
@@ -715,6 +724,11 @@ class Communicator:
         seconds = self._settings.timeout
         plan, digest, staging = self._prepare(collective, sendbuf, recvbuf, op, counts, algorithm, seconds, fresh=True)
         return PersistentRequest(self._pending, self._plans, plan, digest, staging)
+
+    def _front(self, vector: Array) -> Array:
+        """The rows of a reduce_scatter in place that are this rank's block."""
+        each, more = divmod(len(vector), self.size)
+        return vector[: each + (self.rank < more)]
 
     def _go_on(self, sendbuf: Array, recvbuf: Array) -> Array:
         """A door has begun a call that could not be completed within a moment: wait for it."""

@@ -176,6 +176,8 @@ class Plan:
         The communicator's ranks that the program's ranks are; default: all of it.
     divisor : int, optional
         Of a mean; default the number of ranks.
+    scratch : int, optional
+        The most scratch slots that any rank's program has, where they differ: all ranks must cut the same segments.
 
     Attributes
     ----------
@@ -198,6 +200,7 @@ class Plan:
         result: Sequence[Place] | None = None,
         ranks: Sequence[int] | None = None,
         divisor: int | None = None,
+        scratch: int | None = None,
     ) -> None:
         assert ranks is None or not program.one_sided
         self.ranks = range(call.nranks) if ranks is None else ranks
@@ -211,6 +214,7 @@ class Plan:
         self.divisor = (divisor or call.nranks) if call.divides else 0
         self.itemsize = self.work_dtype.itemsize
         self.limit = call.settings.message_bytes
+        self.scratch_slots = program.scratch if scratch is None else scratch
         self.one_sided = program.one_sided
         self.kept: dict[tuple[int, int, bool], tuple[list[MPI.Prequest], int]] | None = None
         self.own_scratch: Array | None = None
@@ -270,7 +274,7 @@ class Plan:
         """Segments; a call on a user's window is one, since each would need cells of its own."""
         largest = max(call.counts)
         segment = call.settings.segment_bytes
-        slots = (self.program.scratch + TURNS * self.program.window) * call.settings.in_flight
+        slots = (self.scratch_slots + TURNS * self.program.window) * call.settings.in_flight
         if slots:
             segment = min(segment, max(SCRATCH_BYTES // slots, LEAST_SEGMENT_BYTES))
         self.segment = max(1, largest if in_window else segment // self.itemsize)

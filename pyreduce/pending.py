@@ -345,28 +345,28 @@ class Pending:
     def _run_short(self, operation: Operation, timeout: float | None) -> bool:
         """`run`, in fewer steps, of a call that is alone here and that the C core makes; False if this is none."""
         plan, peers = operation.plan, self.peers
-        if (
-            type(plan) is not Plan
-            or plan.short is None
-            or (plan.own_scratch is None and plan.scratch_bytes > self._scratch.nbytes)
-            or self._queue
-            or self.inside
-            or self.closed
-            or self.engine is not None
-            or self.progress is not None
-            or self._unused
-            or self.settings.check == "full"
-            or plan in self.silent
-            or peers.broken is not None
-            or perf_counter() - self._last > AWAY_SECONDS
-        ):
+        if type(plan) is not Plan or plan.short is None or self.inside or self.settings.check == "full":
             return False
+        mine = False  # nothing of another thread's is touched
         try:
-            operation.number = number = self.numbered + 1
             if not self.lock.acquire(blocking=False):
                 return False
+            mine = True
+            if (
+                self._queue
+                or self.inside
+                or self.closed
+                or self.engine is not None
+                or self.progress is not None
+                or self._unused
+                or plan in self.silent
+                or peers.broken is not None
+                or (plan.own_scratch is None and plan.scratch_bytes > self._scratch.nbytes)
+                or perf_counter() - self._last > AWAY_SECONDS
+            ):
+                return False
             self.inside = threading.get_ident()
-            self.numbered = number
+            self.numbered = operation.number = number = self.numbered + 1
             operation.tag = self.tags.tag(operation.digest, number)
             trace = self.trace
             if trace is not None:
@@ -392,11 +392,13 @@ class Pending:
                     return True
             self._finish(operation)
         except BaseException as error:
-            self._fail(error, operation)
+            if operation.number:
+                self._fail(error, operation)
             raise
         finally:
-            self.inside = 0
-            self._release()
+            if mine or self.lock._is_owned():  # type: ignore[attr-defined]
+                self.inside = 0
+                self._release()
         return True
 
     def start(self, operation: Operation) -> None:

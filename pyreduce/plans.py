@@ -258,10 +258,12 @@ class Plans:
         elif name == algorithms.HIERARCHICAL:
             assert self.node_engine is not None
             assert self.topology is not None
-            plan = HierarchicalPlan(call, self.node_engine, self.topology, algorithms.program)
+            plan = HierarchicalPlan(call, self.node_engine, self.topology, algorithms.get)
             why = f"{why}; {plan.inner} between {self.topology}"
         else:
-            plan = Plan(algorithms.get(name).program(call.collective, self.size, self.rank), call)
+            algorithm = algorithms.get(name)
+            most = algorithm.scratch(call.collective, self.size)
+            plan = Plan(algorithm.program(call.collective, self.size, self.rank), call, scratch=most)
         plan.why = why
         return plan
 

@@ -498,3 +498,14 @@ def test_python_makes_the_same_calls_where_the_core_cannot(
         stats = {key: (s.calls, s.rounds, s.bytes_sent, s.bytes_received) for key, s in c.stats.items()}
         outcomes.append(([result.tobytes() for result in results], stats))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("nodes", ["3", "1,2", None])
+def test_ranks_whose_programs_differ_cut_the_same_segments(
+    make_communicator: MakeCommunicator, comm: Any, nodes: str | None
+) -> None:
+    """With recursive_doubling on 3 ranks one has no scratch, and the other two more than others."""
+    x = np.arange(393_215.0) + comm.rank
+    c = make_communicator(nodes=nodes, in_flight=8, algorithm="recursive_doubling")
+    assert_same(c.allreduce(x, op="max"), np.arange(393_215.0) + 2)

@@ -15,6 +15,7 @@ from pyreduce import algorithms, libmpi, ops
 from pyreduce._core import ffi, lib
 from pyreduce.blocks import partition
 from pyreduce.calls import Call
+from pyreduce.errors import Unsupported
 from pyreduce.execute import NOTICE_TAG, Plan, Tags
 from pyreduce.programs import Recv, Send
 from pyreduce.settings import read_settings
@@ -46,6 +47,18 @@ def test_an_algorithm_with_many_slots_gets_shorter_segments(nranks, collective):
 def test_scratch_follows_the_blocks_that_a_slot_holds(name):
     even, uneven = (make_plan(name, "allreduce", counts) for counts in ((5, 5, 5), (13, 1, 1)))
     assert even.scratch_bytes <= uneven.scratch_bytes if name == "ring" else even.scratch_bytes == uneven.scratch_bytes
+
+
+@pytest.mark.parametrize("name", [name for name in algorithms.names() if not algorithms.has_no_program(name)])
+def test_ranks_with_different_scratch_cut_the_same_segments(name):
+    """Of ours, three ranks tell how much scratch any rank has."""
+    for nranks in (*range(1, 34), 48, 64, 97):
+        for collective in ("reduce_scatter", "allgather", "allreduce"):
+            try:
+                programs = algorithms.get(name).programs(collective, nranks)
+            except Unsupported:
+                continue
+            assert algorithms.get(name).scratch(collective, nranks) == max(program.scratch for program in programs)
 
 
 @pytest.mark.parametrize("largest", [2**15 - 1, 2**20 - 1, 2**29 - 1, 2**31 - 1, 2**62])

@@ -1179,3 +1179,34 @@ def test_the_thread_finds_a_mismatch_while_the_program_comes_to_look(comm, monke
         monkeypatch.undo()
     check_mismatch(k, caught, 0, "op")
     check_broken(k, caught)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_call_that_finds_another_thread_in_one_leaves_its_marks(
+    make_communicator: MakeCommunicator, comm: Any
+) -> None:
+    c = make_communicator(algorithm="naive", nodes=str(comm.size))
+    x, y = np.ones(3), np.empty(3)
+    for _ in range(2):
+        c.allreduce(x, y)
+    taken, told = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with c._pending.lock:
+            c._pending.inside = threading.get_ident()
+            taken.set()
+            told.wait()
+            c._pending.inside = 0
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    inside = c._pending.inside
+    try:
+        with pytest.raises(RuntimeError, match="another thread is in a call"):
+            c.allreduce(x, y)
+        assert c._pending.inside == inside == holder.ident
+    finally:
+        told.set()
+        holder.join()
+    assert (c.allreduce(x, y) == comm.size).all()

@@ -30,7 +30,6 @@ __all__ = [
     "get",
     "has_no_program",
     "names",
-    "program",
     "register_algorithm",
     "registrations",
 ]
@@ -76,6 +75,11 @@ class Algorithm:
         window, cells = _symmetric(self, collective, nranks)
         return changed(program, window=window, cells=cells)
 
+    def scratch(self, collective: str, nranks: int) -> int:
+        """The most scratch slots that any rank's program has: by it all ranks cut a call into the same segments."""
+        ranks = ROLES if self.trusted and nranks > len(ROLES) else range(nranks)
+        return _most_scratch(self, collective, nranks, tuple(ranks))
+
     def fingerprint(self, collective: str, nranks: int) -> str:
         """A digest of all ranks' programs, equal on all ranks if they registered the same; of ours, nothing."""
         if self.trusted:
@@ -93,12 +97,19 @@ def _build(algorithm: Algorithm, collective: str, nranks: int, rank: int) -> Pro
     return build(algorithm.name, algorithm.rounds, collective, nranks, rank)
 
 
+@lru_cache(maxsize=256)
+def _most_scratch(algorithm: Algorithm, collective: str, nranks: int, ranks: tuple[int, ...]) -> int:
+    return max(_build(algorithm, collective, nranks, rank % nranks).scratch for rank in ranks)
+
+
 @lru_cache(maxsize=64)
 def _symmetric(algorithm: Algorithm, collective: str, nranks: int) -> tuple[int, int]:
     """Window slots and cells that some rank's program names: every rank has as many, for they lie at one place."""
     programs = [_build(algorithm, collective, nranks, rank) for rank in range(nranks)]
     return max(program.window for program in programs), max(program.cells for program in programs)
 
+
+ROLES = (0, 1, -1)  # ranks, among which of our own algorithms every rank's amount of scratch is found: tested
 
 _ALGORITHMS: dict[str, Algorithm] = {
     "naive": Algorithm("naive", naive, rank_order=True, trusted=True),
@@ -148,11 +159,6 @@ def get(name: str) -> Algorithm:
         if isinstance(name, str) and name in NO_PROGRAM:
             raise ValueError(f"{name} is {NO_PROGRAM[name]}: it has no program to look at") from None
         raise ValueError(f"no algorithm is called {name!r}; there are {', '.join(names())}") from None
-
-
-def program(name: str, collective: str, nranks: int, rank: int) -> Program:
-    """The program of one rank by an algorithm of that name; `ValueError` or `Unsupported` if there is none."""
-    return get(name).program(collective, nranks, rank)
 
 
 def register_algorithm(

@@ -44,10 +44,10 @@ from pyreduce import ops
 from pyreduce.algorithms.shared import LINGER_NS, Engine, SharedExecution, SharedPlan
 from pyreduce.blocks import offsets, partition
 from pyreduce.calls import Call
-from pyreduce.programs import Program
 from pyreduce.topology import Topology
 
 if TYPE_CHECKING:  # so that explain can read this file where there is no MPI
+    from pyreduce.algorithms import Algorithm
     from pyreduce.execute import Execution, Plan, ShortExecution
 
 __all__ = ["HierarchicalExecution", "HierarchicalPlan", "Layout", "lay_out"]
@@ -148,13 +148,11 @@ class HierarchicalPlan:
     engine : Engine
         Of the ranks of this node.
     topology : Topology
-    program : callable
-        ``program(name, collective, nnodes, node)``: a rank's program between nodes.
+    find : callable
+        ``find(name)``: the algorithm between nodes.
     """
 
-    def __init__(
-        self, call: Call, engine: Engine, topology: Topology, program: Callable[[str, str, int, int], Program]
-    ) -> None:
+    def __init__(self, call: Call, engine: Engine, topology: Topology, find: Callable[[str], Algorithm]) -> None:
         self.call = call
         self.why = ""
         self.engine = engine
@@ -173,7 +171,9 @@ class HierarchicalPlan:
             * self.itemsize
         )
         self.inner = inner_algorithm(call.collective, self.nnodes, lane_bytes)
-        self.program = program(self.inner, call.collective, self.nnodes, self.node)
+        between = find(self.inner)
+        self.program = between.program(call.collective, self.nnodes, self.node)
+        self.scratch_slots = between.scratch(call.collective, self.nnodes)
         self.lane_ranks = [ranks[self.lane] for ranks in topology.nodes] if self.lane is not None else []
         self.in_flight = min(call.settings.in_flight + 1, MOST_IN_FLIGHT)
         self._cut()
@@ -187,7 +187,7 @@ class HierarchicalPlan:
         """Segments, and the parts of scratch: pieces are as long as the longest one of all."""
         layout, size = self.layout, self.itemsize
         longest = layout.longest
-        slots = layout.lanes * self.nnodes * 2 + (self.nnodes + self.program.scratch) * self.in_flight
+        slots = layout.lanes * self.nnodes * 2 + (self.nnodes + self.scratch_slots) * self.in_flight
         room = max(SCRATCH_BYTES // slots, LEAST_SEGMENT_BYTES)
         wished = max(LEAST_SEGMENT_BYTES, -(-longest * size // PIECES))
         self.segment = max(1, min(self.call.settings.segment_bytes, room, wished) // size)
@@ -289,7 +289,7 @@ class HierarchicalPlan:
                 rank=self.node,
                 settings=replace(self.call.settings, segment_bytes=self.segment * self.itemsize, in_flight=1),
             )
-            plan = Plan(self.program, call, ranks=self.lane_ranks, divisor=self.call.nranks)
+            plan = Plan(self.program, call, ranks=self.lane_ranks, divisor=self.call.nranks, scratch=self.scratch_slots)
             self._between[counts] = plan
         return plan
 
