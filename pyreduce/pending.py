@@ -56,7 +56,8 @@ class Stats:
     Attributes
     ----------
     calls : int
-        Calls completed.
+        Calls completed. An allgather that is given neither `recvbuf` nor `counts` counts twice: it gathers the lengths
+        first.
     rounds : int
         Rounds of messages in them (a round counts once a call, however many segments run it); for ``shared``, pieces.
     bytes_sent, bytes_received : int

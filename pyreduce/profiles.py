@@ -59,6 +59,7 @@ NONE = "none"  # the digest of no profile; as PYREDUCE_PROFILE: look for none
 VARIABLE = "PYREDUCE_PROFILE"
 PROJECT_FILE = "pyreduce-profile.json"
 TIE = 1.03  # times that differ by less are equal
+FAR = 4  # times the largest size measured: further out a profile has no say
 NAMED = 3  # algorithms that a reason tells the times of
 LONGEST = 32  # characters of a placement in a file's name
 
@@ -150,10 +151,11 @@ class Profile:
         """Seconds of every algorithm that was measured around a size.
 
         Between two measured sizes the times are interpolated, their logarithms over that of the size; an algorithm
-        that was measured at one of the two only is left out. Beyond the ends they are those of the end.
+        that was measured at one of the two only is left out. Beyond the ends they are those of the end, up to four
+        times the largest size; of what is larger a profile knows nothing.
         """
         rows = self.table.get(collective) or ()
-        if not rows:
+        if not rows or nbytes > FAR * rows[-1][0]:
             return {}
         if nbytes <= rows[0][0]:
             return dict(rows[0][1])

@@ -501,7 +501,7 @@ def test_python_makes_the_same_calls_where_the_core_cannot(
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("nodes", ["3", "1,2", None])
+@pytest.mark.parametrize("nodes", ["3", "1+2", None])
 def test_ranks_whose_programs_differ_cut_the_same_segments(
     make_communicator: MakeCommunicator, comm: Any, nodes: str | None
 ) -> None:

@@ -52,7 +52,7 @@ def test_scratch_follows_the_blocks_that_a_slot_holds(name):
 @pytest.mark.parametrize("name", [name for name in algorithms.names() if not algorithms.has_no_program(name)])
 def test_ranks_with_different_scratch_cut_the_same_segments(name):
     """Of ours, three ranks tell how much scratch any rank has."""
-    for nranks in (*range(1, 34), 48, 64, 97):
+    for nranks in (*range(1, 18), 24, 33, 48):
         for collective in ("reduce_scatter", "allgather", "allreduce"):
             try:
                 programs = algorithms.get(name).programs(collective, nranks)

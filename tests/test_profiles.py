@@ -107,7 +107,9 @@ def test_times_between_measured_sizes() -> None:
     assert PROFILE.times("allreduce", 128) == pytest.approx({"naive": 2e-5, "ring": 4e-5})  # half way, in logarithms
     assert PROFILE.times("allreduce", 4096).keys() == {"ring"}  # the others were measured at one end only
     assert PROFILE.times("allreduce", 0) == PROFILE.times("allreduce", 8)
-    assert PROFILE.times("allreduce", 1 << 30) == PROFILE.times("allreduce", 1 << 20)
+    assert PROFILE.times("allreduce", 4 << 20) == PROFILE.times("allreduce", 1 << 20)
+    assert PROFILE.times("allreduce", (4 << 20) + 1) == {}
+    assert PROFILE.choose("allreduce", 1 << 30) is None
     assert PROFILE.times("allgather", 8) == PROFILE.times("reduce_scatter", 8) == {}
     zero = Profile(WHERE, {"allreduce": [(0, {"a": 1.0}), (4, {"a": 2.0})]})
     assert zero.times("allreduce", 2) == pytest.approx({"a": 2**0.5})
@@ -237,7 +239,7 @@ def profile_here(comm: Any, times: dict[str, float], **changes: Any) -> Profile:
 
     mpi, version = name_mpi(MPI.Get_library_version())
     where = {"nranks": comm.size, "nodes": f"1x{comm.size}", "mpi": mpi, "mpi_version": version} | changes
-    return Profile(Where(**where), {"allreduce": [(8, times)]})
+    return Profile(Where(**where), {"allreduce": [(40, times)]})
 
 
 def check_sum(c: Any, algorithm: str) -> str:
