@@ -853,7 +853,7 @@ class ShortExecution:
         self._run = short.take()
         if short.kept:
             tag = Tags.without_number(tag)
-        self._follow(lib.pr_run_start(self._run, comm.handle, tag, *bases))
+        self._follow(lib.pr_run_start(self._run, MPI._handleof(comm), tag, *bases))
 
     @property
     def talking(self) -> int:
@@ -866,7 +866,8 @@ class ShortExecution:
 
     def linger(self) -> None:
         """Wait a moment for the next message; other ranks may have the core."""
-        self._follow(lib.pr_run_advance(self._run, LINGER_NS, self._short.rounds))
+        if self._run is not None:
+            self._follow(lib.pr_run_advance(self._run, LINGER_NS, self._short.rounds))
 
     def awaited(self) -> tuple[list[int], int]:
         """Peers that are still to be heard from, and the round, from 1."""

@@ -122,7 +122,7 @@ def test_what_the_mpi_refuses_is_raised_as_its_exception():
     words = ffi.new("int64_t[]", [1, 1, 1, 0, 1, 0, 7, 0, 0])
     run = ffi.gc(lib.pr_run_new(words, 0, 0, 1, 0, 0), lib.pr_run_free)
     with pytest.raises(MPI.Exception) as info:
-        libmpi.raise_for(run, lib.pr_run_start(run, comm.handle, 1, 0, 0, 0))
+        libmpi.raise_for(run, lib.pr_run_start(run, MPI._handleof(comm), 1, 0, 0, 0))
     assert info.value.Get_error_class() == MPI.ERR_RANK
     comm.Free()
 
