@@ -134,7 +134,8 @@ def compare(
         name: values for name, values in facts.items() if len(values) > 1 and sum(map(len, values.values())) == total
     }
     lines = []
-    for name, values in differing.items():
+    for name in sorted(differing, key=lambda name: name == "algorithm"):  # which may follow from the others
+        values = differing[name]
         told = [f"{value} on {name_ranks(ranks)}" for value, ranks in sorted(values.items(), key=lambda v: len(v[1]))]
         lines.append(f"  {name}: {', '.join(told)}")
     groups: dict[str, list[int]] = {}
