@@ -27,7 +27,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,6 +44,7 @@ from numpy.typing import NDArray
 import pyreduce as pr
 from pyreduce.bench import values
 from pyreduce.bench.cases import Problem
+from pyreduce.bench.job import end_together
 from pyreduce.bench.machine import describe_machine
 from pyreduce.bench.options import format_size, parse_size
 
@@ -565,18 +565,5 @@ def main() -> int:
     return 1 if count_wrong(cells) else 0
 
 
-def run(program: Callable[[], int]) -> None:
-    """Run a program of several ranks: what fails on one ends them all, and none leaves before rank 0 has spoken."""
-    try:
-        status = program()
-    except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
-        raise
-    MPI.COMM_WORLD.Barrier()
-    sys.exit(status)
-
-
 if __name__ == "__main__":
-    run(main)
+    end_together(main)

@@ -36,11 +36,12 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from compare import COLLECTIVES, DTYPE, TIMEOUT, Contender, Memory, Native, count_rows, facts, race, run
+from compare import COLLECTIVES, DTYPE, TIMEOUT, Contender, Memory, Native, count_rows, facts, race
 from mpi4py import MPI
 
 import pyreduce as pr
 from pyreduce import ops
+from pyreduce.bench.job import end_together
 from pyreduce.bench.options import format_size, parse_size
 from pyreduce.launcher import find_nodes
 from pyreduce.topology import Topology
@@ -372,4 +373,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    end_together(main)

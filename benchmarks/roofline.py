@@ -23,11 +23,12 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from compare import COLLECTIVES, DTYPE, TIMEOUT, TURNS, Array, Contender, Memory, count_rows, facts, race, run
+from compare import COLLECTIVES, DTYPE, TIMEOUT, TURNS, Array, Contender, Memory, count_rows, facts, race
 from mpi4py import MPI
 
 import pyreduce as pr
 from pyreduce._core import lib
+from pyreduce.bench.job import end_together
 from pyreduce.bench.options import parse_size
 
 EMPTY = "reduce_scatter, input from empty"
@@ -151,4 +152,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run(main)
+    end_together(main)

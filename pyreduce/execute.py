@@ -408,12 +408,12 @@ class Plan:
         trace : Trace, optional
             What is told of its rounds.
         """
-        if self.short is not None and trace is not None:
-            return TracedShortExecution(self, comm, bases, tag, trace)
+        if self.short is not None:
+            if trace is not None:
+                return TracedShortExecution(self, comm, bases, tag, trace)
+            return ShortExecution(self.short, comm, bases, tag)
         if trace is not None:
             return TracedExecution(self, comm, bases, tag, room, trace)
-        if self.short is not None:
-            return ShortExecution(self.short, comm, bases, tag)
         return Execution(self, comm, bases, tag, room)
 
     def pieces(self, where: Where, bases: Sequence[int], segment: int) -> list[Fragment]:
